@@ -35,7 +35,8 @@ from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import check_limit
 from fpipe.programs.lowering import lower
 from fpipe.programs.verifier import check
-from fpipe.schedules.search import Found, search
+from fpipe.schedules.found import Found
+from fpipe.schedules.search import search
 from fpipe.stages.pipeline import Pipeline
 from fpipe.store import JobStore, StoreError, warn_of_shared_store
 

@@ -6,6 +6,7 @@ Names from the user are printed unchanged, never interpreted as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, floor, gcd, inf, log10
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from fpipe._format import PLAIN, Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
-from fpipe.effects import Effect, parts
+from fpipe.effects import Backward, Effect, Forward, parts
 from fpipe.plan import Plan
 from fpipe.programs.footprint import RankBytes
 from fpipe.programs.verifier import Report
@@ -30,7 +31,7 @@ from fpipe.timelines.text import Cell, figures, lane
 from fpipe.timelines.timeline import Timeline
 
 if TYPE_CHECKING:
-    from fpipe.schedules.search import Found
+    from fpipe.schedules.found import Found
     from fpipe.timelines.comparison import PathSegment
     from fpipe.timelines.what_if import WhatIf
 
@@ -310,9 +311,32 @@ def discovery(results: Sequence[Found]) -> Group:
         lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
     if memory:
         lines.append("memory: of all kinds, on the rank that needs most")
+    lines += [f"residuals are moved or recomputed, as {_moving(each)}" for each in results if each.offload]
     if any(each.costs.scale for each in results):
         lines += [f"order of microbatches: {' '.join(map(str, each.order))}" for each in results if each.order]
     return Group(shown, Text("\n".join(lines), "dim"))
+
+
+def _moving(found: Found) -> str:
+    """Return the options that do what a result's pass does."""
+    moved = found.offload
+    assert moved is not None
+    slower = f" --slower {moved.slower:g}" if moved.slower else ""
+    return f"by --offload-limit-bytes {moved.limit_bytes:.0f} --recomputing{slower}"
+
+
+def stages_of(found: Found) -> Table:
+    """Return a table of the stages that a search made of layers."""
+    costs, plan = replace(found.costs, scale=(), sizes=()), found.plan
+    sizes = ["residuals", "parameters"] if sized(costs) else []
+    shown = table(["stage", "rank", "layers", "forward", "backward", *sizes], words=["layers"])
+    for stage, (first, count) in enumerate(zip((0, *found.cuts), found.layers, strict=True)):
+        ranks = "+".join(map(str, plan.ranks_of(stage)))
+        names = str(first) if count == 1 else f"{first}-{first + count - 1}"
+        times = [number(costs.time(kind(stage, 0))) for kind in (Forward, Backward)]
+        of_values = [format_bytes(costs.at(name, Forward(stage, 0))) for name in sizes]
+        shown.add_row(str(stage), ranks, names, *times, *of_values)
+    return shown
 
 
 def verdict(name: str, report: Report, *notes: str) -> Group:

@@ -12,6 +12,7 @@ import typer
 
 from fpipe._format import counted, extent, number, scale_of, sized
 from fpipe.cli.app import verb
+from fpipe.cli.layers import LayerOptions, stages_as_json
 from fpipe.cli.layouts import LayoutOptions, ranking, row
 from fpipe.cli.options import (
     SCHEDULE_HELP,
@@ -41,8 +42,9 @@ from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
-from fpipe.schedules.search import CHUNKS, Order, pareto
+from fpipe.schedules.search import Order, pareto
 from fpipe.schedules.search import search as find
+from fpipe.schedules.space import CHUNKS
 from fpipe.tables import TABLE
 from fpipe.timelines.labels import drawn_rows
 from fpipe.timelines.text import figures
@@ -318,12 +320,14 @@ def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
 @verb(
     "fpipe search --ranks 4 --microbatches 8 --backward-weight 0.5 --memory-limit 4",
     "fpipe search --ranks 2 --microbatches 4 --replicas 2 --parameters 4GiB --memory-limit-bytes 20GiB",
+    "fpipe search --layouts --ranks 2 --microbatches 8 --forward 1,1,1,1,1,3",
     "fpipe search --world 8 --model gpt2 --machine a100 --schedules 1f1b,zb-v --loops 1 --top 3",
 )
 def search(
     size: ModelOptions,
     costs: CostOptions,
     of_world: LayoutOptions,
+    of_layers: LayerOptions,
     limit: Limit = None,
     limit_bytes: LimitBytes = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
@@ -342,11 +346,15 @@ def search(
     microbatches of a rank's share of the model. With replicas, it also finds
     whether to shard the parameters, and how many stages are whole at a time.
 
+    With --layouts, costs are those of layers, one a layer: search also where to
+    cut them into stages, and what to move out of memory.
+
     With --world in place of --ranks, search the layouts of a transformer over
     so many ranks: pipelines, replicas, tensor, context and expert parallel.
     """
     if of_world.world is not None:
-        of_world.refuse(size, costs, **{"--memory-limit": limit, "--pareto": frontier or None, "--out": out})
+        others = {"--memory-limit": limit, "--pareto": frontier or None, "--out": out}
+        of_world.refuse(size, costs, **others, **of_layers.given)
         layouts = of_world.layouts(loops, limit_bytes)
         if as_json:
             print_json([row(layout) for layout in layouts])
@@ -357,11 +365,12 @@ def search(
         raise typer.BadParameter("the front is that of microbatches as drawn", param_hint="--order")
     if frontier and out:
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
-    plan = size.plan
-    stage_costs = costs.validated(plan)
+    if frontier and of_layers.layouts:
+        raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
+    plan, stage_costs = of_layers.model(size, costs)
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
-        options |= {"memory_limit_bytes": limit_bytes}
+        options |= {"memory_limit_bytes": limit_bytes} | ({"layouts": True} if of_layers.layouts else {})
         results = (
             pareto(plan, stage_costs, **options)
             if frontier
@@ -372,16 +381,19 @@ def search(
         results = [each for each in results if each.peak <= limit + 1e-9]
     if as_json:
         rows = [
-            result(each.name, Played(each.timeline, each.footprint), each.resident, plan.stages)
+            result(each.name, Played(each.timeline, each.footprint), each.resident, of_layers.stages(each, plan))
             | {"lower_bound": each.lower_bound}
+            | (stages_as_json(each) if of_layers.layouts else {})
             | ({"order": each.order} if each.costs.scale else {})
             for each in results
         ]
         print_json(rows if frontier else rows[0])
     else:
-        from fpipe.cli.tables import discovery
+        from fpipe.cli.tables import discovery, stages_of
 
-        show(discovery(results))
+        show(discovery(results), *([stages_of(results[0])] if of_layers.layouts else []))
+    if out and results[0].offload:
+        raise typer.BadParameter("the file has no effects that move residuals: allow more memory", param_hint="--out")
     if out:
         from fpipe.interop.torch_csv import to_csv
 

@@ -28,6 +28,7 @@ from fpipe.flight.format import FOLDER
 from fpipe.interop.checkpoints.slots import Slot
 from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
+from fpipe.schedules import search
 from fpipe.schedules.catalogue import CATALOGUE, shares
 from fpipe.schedules.cuts import recut
 from tests.support.combinations import few, thorough
@@ -555,6 +556,9 @@ def swapped(rank, plan):
         (("search", *SMALL, "--forward", "1,2"), "forward has 2 entries, the plan 4 stages"),
         (("search", "--microbatches", "4"), "--ranks"),
         (("search", *SMALL, "--pareto", "--out", "a.csv"), "--memory-limit, not --pareto"),
+        (("search", *SMALL, "--pareto", "--layouts"), "the front is that of equal stages"),
+        (("search", *SMALL, "--layouts"), "give costs of at least 4 layers, one on each rank"),
+        (("search", *SMALL, "--costs", "none.json"), "none.json can't be read"),
         (("simulate", "missing.py:f", *SMALL), "no file missing.py"),
         (("simulate", "mine.py", *SMALL), "eager, stuck, short, costly"),
         (("simulate", "mine.py:other", *SMALL), "no function 'other'"),
@@ -739,6 +743,23 @@ def test_the_frontier_keeps_to_a_limit():
     assert 0 < len(rows) < len(told("search", *small))
     assert max(peak for row in rows for peak in row["peak_in_flight"]) <= 1.5
     assert "the limit of 0.1" in run("search", *small, "--memory-limit", "0.1", status=1).stderr
+
+
+def test_search_makes_stages_of_layers(tmp_path):
+    file = tmp_path / "layers.json"
+    times = [1, 1, 1, 1, 1, 3]
+    costs = Costs(times, times, times, residuals=2, parameters=[4, 1, 1, 1, 1, 4])
+    file.write_text(json.dumps(costs.as_json()))
+    job = ("search", "--layouts", "--ranks", "2", "--microbatches", "6", "--costs", file, "--loops", "1,2")
+    found = told(*job)
+    expected = search(Plan(Placement([0, 0, 0, 1, 1, 1]), 6), costs, layouts=True, chunks=(1, 2))
+    assert (found["schedule"], found["cost"]) == (expected.name, expected.timeline.cost)
+    assert (found["layers"], found["cuts"]) == ([*expected.layers], [*expected.cuts])
+    assert (found["offload"], found["stage_share"], found["lower_bound"]) == (None, 1, 72)
+    shown = run(*job, "--communication", "0.5").stdout
+    assert re.search(r"^stage +rank +layers +forward +backward +residuals +parameters$", shown, re.MULTILINE)
+    moved = told(*job, "--optimizer", "0", "--memory-limit-bytes", "30", "--offload", "0.1", "--fetch", "0.1")
+    assert max(rank["total"] for rank in moved["memory"]) <= 30
 
 
 def test_search_tries_the_chunks_asked_for():

@@ -14,7 +14,8 @@ from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, gpipe, lower_bound, pareto, search, zb_auto
 from fpipe.schedules.catalogue import shares
 from fpipe.schedules.cuts import recut
-from fpipe.schedules.search import CHUNKS, blocks
+from fpipe.schedules.partitions import blocks
+from fpipe.schedules.space import CHUNKS
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
 from tests.support.combinations import PAIRS, examples, few, sample, thorough

@@ -1,0 +1,88 @@
+"""The layers of which a search makes stages: options and JSON of `fpipe search --layouts`. No torch."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Annotated
+
+import typer
+
+from fpipe.cli.options import CostOptions, InPlan, ModelOptions, check_size, required
+from fpipe.cli.resolve import read
+from fpipe.costs import NOT_BY_STAGE, Costs
+from fpipe.errors import ScheduleError
+from fpipe.plan import Placement, Plan
+from fpipe.schedules.found import Found
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Whether stages are made of layers, and a file of their costs."""
+
+    layouts: Annotated[
+        bool, InPlan("--layouts", help="Costs are those of layers: search where to cut them into stages, too.")
+    ] = False
+    costs_file: Annotated[
+        str | None,
+        InPlan("--costs", metavar="FILE", help="JSON of Costs.as_json to read; - is stdin. Options change it."),
+    ] = None
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that are given."""
+        return {"--layouts": self.layouts or None, "--costs": self.costs_file}
+
+    def stages(self, found: Found, plan: Plan) -> int:
+        """Return the stages of the cut that a result's costs are for."""
+        return found.plan.stages if self.layouts else plan.stages
+
+    def model(self, size: ModelOptions, options: CostOptions) -> tuple[Plan, Costs]:
+        """Return the plan of the stages or layers, and their costs."""
+        costs = options.costs if self.costs_file is None else _changed(_read(self.costs_file), options)
+        plan = _of_layers(size, costs) if self.layouts else size.plan
+        try:
+            costs.check(plan)
+        except ScheduleError as error:
+            raise typer.BadParameter(str(error)) from None
+        return plan, costs
+
+
+def _read(name: str) -> Costs:
+    try:
+        return Costs.from_json(json.loads(read(name)))
+    except ValueError as error:
+        raise typer.BadParameter(f"{name} is no JSON: {error}", param_hint="--costs") from None
+
+
+def _changed(costs: Costs, options: CostOptions) -> Costs:
+    """Return costs with those that options give."""
+    own, default = options.costs, CostOptions().costs
+    changed = {each.name: getattr(own, each.name) for each in fields(Costs)}
+    return replace(costs, **{name: value for name, value in changed.items() if value != getattr(default, name)})
+
+
+def _of_layers(size: ModelOptions, costs: Costs) -> Plan:
+    """Return the plan of as many layers as the costs have."""
+    ranks, microbatches = required(size, "ranks"), required(size, "microbatches")
+    listed = (getattr(costs, each.name) for each in fields(costs) if each.name not in NOT_BY_STAGE)
+    counts = {len(cost) for cost in listed if isinstance(cost, tuple)}
+    if not counts or max(counts) < ranks:
+        raise typer.BadParameter(
+            f"give costs of at least {ranks} layers, one on each rank, as --forward 1,1,2 or a file with --costs",
+            param_hint="--layouts",
+        )
+    count = max(counts)
+    check_size(count, microbatches, size.any_size)
+    trained = None if size.trained is None else size.trained.numbers
+    placement = Placement([layer * ranks // count for layer in range(count)])
+    return Plan(placement, microbatches, replicas=size.replicas, trained=trained)
+
+
+def stages_as_json(found: Found) -> dict[str, object]:
+    """Return the stages of a result for `--json`."""
+    moved = found.offload
+    return {
+        "placement": found.plan.placement.holders,
+        "layers": found.layers,
+        "cuts": found.cuts,
+        "offload": moved and {"limit_bytes": moved.limit_bytes, "slower": moved.slower, "recompute": moved.recompute},
+    }

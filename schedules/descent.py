@@ -1,0 +1,219 @@
+"""The search of whole layouts: cuts of layers into stages, placements, orders, and residuals that are moved. No torch.
+
+Every schedule of a space starts on each of its placements with the layers cut evenly in number and evenly in time. From
+the best of these, layers move from stage to stage while that makes the simulated step faster, or needs less memory
+where it exceeds a limit. Where few cuts exist, all are tried. Schedules that order under limits then order on the best
+cuts. What is fast but needs too much memory has residuals moved to the host, or recomputed.
+
+Invariants:
+- The result is never worse than any of those that it starts from.
+- It depends on the arguments alone: what ends the search is a number of simulated effects, not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from fpipe._format import sized
+from fpipe.costs import Link, PerStage
+from fpipe.errors import ScheduleError
+from fpipe.plan import Schedule
+from fpipe.programs.footprint import footprint
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs
+from fpipe.schedules.catalogue import CatalogueEntry, named
+from fpipe.schedules.found import Found
+from fpipe.schedules.partitions import FEW, Partition
+from fpipe.schedules.space import ROUNDING, Cut, Space, limits_of_ranks
+from fpipe.timelines.offloading import Offloading
+from fpipe.timelines.simulator import simulate_programs
+
+SIMULATED, AT_ONCE = 3_000_000, 1_000_000  # effects, in all and from one result on
+ORDERED = 200  # effects that are simulated in the time of ordering a stage's pass of one microbatch by costs
+SEEDS, ON_CUTS = 6, 3  # results from which layers move, and cuts on which schedules order under a limit
+PROMISING = 1.1  # times the cost of the best of these
+TRIES = 32  # cuts that are tried until one is better, where there are many
+SLOWER = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of a step, for moving residuals
+Key = Callable[[Found], tuple[float, ...]]
+
+
+class Layouts:
+    """The layouts of a space, under limits in microbatches in flight and in bytes on a rank."""
+
+    def __init__(self, space: Space, limit: float | None, limit_bytes: float | None) -> None:
+        self.space, self.limit, self.limit_bytes = space, limit, limit_bytes
+        self.left = float(SIMULATED)
+        self.programs = dict[tuple[object, ...], Programs]()
+
+    def results(self) -> list[Found]:
+        """Return all layouts that were found, within the limits or not.
+
+        Raises:
+            ScheduleError: no schedule takes the layers.
+        """
+        fixed, ordered = self._candidates(False), self._candidates(True)
+        if not fixed and not ordered:
+            names = ", ".join(entry.name for entry in self.space.entries)
+            raise ScheduleError(
+                f"{names} make no stages of {self.space.plan.stages} layers on {self.space.plan.ranks} ranks: each "
+                "stage has at least one; try fewer chunks, other schedules, or finer layers"
+            )
+        fixed += [self._descended(seed, self._within) for seed in self._seeds(fixed, self._within)]
+        if self.limit_bytes is not None:
+            fixed += [self._descended(seed, _fastest) for seed in self._seeds(fixed, _fastest)]
+        ordered += self._reordered([*fixed, *ordered])
+        ordered += [self._descended(seed, self._within) for seed in self._seeds(ordered, self._within)]
+        results = [*fixed, *ordered]
+        if self.limit_bytes is not None:
+            results += self._moved(results)
+        bound = self.bound()
+        return [replace(result, lower_bound=bound) for result in results]
+
+    def bound(self) -> float:
+        """Return what no layout costs less than: the work of all ranks evenly, or that of the largest layer.
+
+        Copies of a stage share its microbatches.
+        """
+        plan, times = self.space.plan, self.space.times
+        if self.space.costs.overlap is not None:
+            return 0.0
+        copies = 2 if any(entry.placement == "both ways" for entry in self.space.entries) else 1
+        microbatches = sum(self.space.costs.scale) or plan.microbatches
+        return microbatches * max(sum(times) / plan.ranks, max(times) / copies)
+
+    def _candidates(self, limited: bool) -> list[Found]:
+        """Return the results to start from: of schedules in a fixed order, or of those that order under the limits."""
+        try:
+            return list(self.space.candidates(self.limit, self.limit_bytes, limited=[limited]))
+        except ScheduleError:  # none takes the plan, or the limits
+            return []
+
+    def _within(self, found: Found) -> tuple[float, ...]:
+        """Return what is least for the best result: by how much it exceeds the limits, and its cost."""
+        over = 0.0 if self.limit is None else found.peak / self.limit
+        over = max(over, 0.0 if self.limit_bytes is None else found.bytes / self.limit_bytes)
+        return max(0.0, over - 1 - ROUNDING), *_fastest(found)
+
+    def _seeds(self, results: Iterable[Found], key: Key) -> list[Found]:
+        """Return the best results, of each schedule on each placement one."""
+        seeds = dict[tuple[object, ...], Found]()
+        for found in sorted(results, key=key):
+            seeds.setdefault((found.name, found.plan.placement), found)
+        best = [*seeds.values()][:SEEDS]
+        return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
+
+    def _descended(self, found: Found, key: Key) -> Found:
+        """Return the best result that moving layers leads to."""
+        entry, tried, least = named(found.name), set[Partition](), self.left - AT_ONCE
+        better: Found | None = found
+        while better is not None:
+            found, better = better, None
+            cuts = [cut for cut in self._near(found) if cut not in tried]
+            for cut in cuts if len(tried) + len(cuts) < FEW else cuts[:TRIES]:
+                if self.left <= max(0.0, least) or self._is_hopeless(cut, found, key):
+                    break
+                tried.add(cut)
+                result = self._result(entry, cut, found, key)
+                if result is not None and key(result) < key(found):
+                    better = result
+                    break
+        return found
+
+    def _near(self, found: Found) -> list[Partition]:
+        return Partition(found.plan.placement, found.layers).near(self.space.times)
+
+    def _is_hopeless(self, cut: Partition, found: Found, key: Key) -> bool:
+        """Whether the busiest rank alone takes longer than a result that is within the limits."""
+        costs, (*over, cost, _) = self.space.costs, key(found)
+        microbatches = sum(costs.scale) or self.space.plan.microbatches
+        work = microbatches * max(cut.loads(self.space.times))
+        return not any(over) and costs.overlap is None and work >= cost * (1 - ROUNDING)
+
+    def _result(self, entry: CatalogueEntry, partition: Partition, like: Found, key: Key) -> Found | None:
+        """Return the result of another cut, with as many whole stages; None if it is not better, or not taken."""
+        if self.space.progress:
+            self.space.progress(entry.name)
+        cut = self.space.cut(entry, partition)
+        try:
+            schedule, programs = self._programs(entry, cut, like)
+        except ScheduleError:
+            return None
+        self.left -= sum(map(len, programs.values()))
+        timeline = simulate_programs(programs, cut.costs)
+        *over, cost, _ = key(like)
+        if not any(over) and timeline.cost >= cost * (1 - ROUNDING):
+            return None
+        account = footprint(programs, cut.costs) if sized(cut.costs) else like.footprint
+        return replace(
+            like,
+            schedule=schedule,
+            plan=cut.plan,
+            costs=cut.costs,
+            timeline=timeline,
+            footprint=account,
+            layers=cut.layers,
+        )
+
+    def _programs(self, entry: CatalogueEntry, cut: Cut, like: Found) -> tuple[Schedule, Programs]:
+        """Return a schedule and its programs, which do not depend on the cut where the schedule does not on costs."""
+        by_costs = entry.by_costs or entry.limited
+        key = entry.name, cut.plan, like.resident
+        if not by_costs and key in self.programs:
+            return like.schedule, self.programs[key]
+        limits: dict[str, Any] = {}
+        if by_costs:
+            self.left -= ORDERED * like.plan.microbatches * like.plan.stages
+        if entry.limited:
+            limits = {"memory_limit_bytes": self.limit_bytes, "resident": like.resident}
+        schedule = entry.schedule(cut.plan, cut.costs, limits_of_ranks(cut.plan, self.limit), **limits)
+        programs = lower(schedule, cut.plan, resident=like.resident)
+        if not by_costs:
+            self.programs[key] = programs
+        return schedule, programs
+
+    def _reordered(self, results: Sequence[Found]) -> list[Found]:
+        """Return the results of schedules that order under the limits, on the best cuts of others."""
+        ordered = list[Found]()
+        for best in self._seeds(results, self._within)[:ON_CUTS]:
+            partition = Partition(best.plan.placement, best.layers)
+            for entry in self.space.entries:
+                if entry.limited and entry.name != best.name and self.space.takes(entry, partition.placement):
+                    with suppress(ScheduleError):
+                        ordered += self.space.results(entry, partition, self.limit, self.limit_bytes)
+        return ordered
+
+    def _moved(self, results: Iterable[Found]) -> Iterator[Found]:
+        """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it."""
+        best = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
+        beyond = [found for found in results if any(self._within(found)[:-2]) and found.timeline.cost < best]
+        for found in self._seeds(beyond, _fastest):
+            if found.timeline.cost < best and (moved := self._kept(found)) is not None:
+                best = min(best, moved.timeline.cost)
+                yield moved
+
+    def _kept(self, found: Found) -> Found | None:
+        """Return a result with residuals moved, or recomputed, as little slower as keeps it to the limit in bytes."""
+        assert self.limit_bytes is not None
+        costs = found.costs
+        if not (_takes_time(costs.offload) and _takes_time(costs.fetch)):  # not known, rather than free
+            never = Link(found.timeline.makespan * 2)
+            costs = replace(costs, offload=never, fetch=never)
+        for slower in SLOWER:
+            offload = Offloading(self.limit_bytes, costs, slower, recompute=True)
+            with suppress(ScheduleError):
+                programs = lower(found.schedule, found.plan, resident=found.resident, offload=offload)
+                timeline, account = simulate_programs(programs, found.costs), footprint(programs, found.costs)
+                return replace(found, timeline=timeline, footprint=account, offload=offload)
+        return None
+
+
+def _fastest(found: Found) -> tuple[float, ...]:
+    return found.timeline.cost, found.timeline.makespan
+
+
+def _takes_time(copy: PerStage | Link) -> bool:
+    return isinstance(copy, Link) or (any(copy) if isinstance(copy, Sequence) else bool(copy))

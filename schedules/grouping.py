@@ -1,0 +1,163 @@
+"""Stages that are made of neighbouring layers, each of them whole: their plan, and their costs. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage, Shared
+from fpipe.effects import Activation, BackwardInput, BackwardWeight, Deferred, Forward, Gradient, Residuals
+from fpipe.errors import ScheduleError
+from fpipe.plan import Edges, Placement, Plan
+from fpipe.schedules.cuts import existing
+
+TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
+SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", *UNSCALED)
+NOTHING = 0.01  # the time of an input gradient that is none, in those of a mean layer's
+
+
+class Grouping:
+    """The stages of some numbers of neighbouring layers.
+
+    Args:
+        layers: how many each stage has.
+
+    Raises:
+        ScheduleError: they are not all layers, or a stage has none.
+    """
+
+    def __init__(self, plan: Plan, layers: Sequence[int]) -> None:
+        if sum(layers) != plan.stages or min(layers) < 1:
+            raise ScheduleError(f"stages of {[*layers]} layers are no cut of {plan.stages}: give each at least one")
+        self.plan, self.layers = plan, layers
+        self.stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
+
+    def placed(self, placement: Placement) -> Plan:
+        """Return the plan of the stages on their ranks, which is that of the layers otherwise."""
+        plan, of = self.plan, self.stage_of
+        reads = [set[int]() for _ in self.layers]
+        for layer, stage in enumerate(of):
+            reads[stage] |= {of[source] for source in plan.sources(layer)} - {stage}
+        ties = {tuple(sorted({of[layer] for layer in group})) for group in plan.ties}
+        return replace(
+            plan,
+            placement=placement,
+            edges=Edges([sorted(sources) for sources in reads]),
+            ties=tuple(sorted(group for group in ties if len(group) > 1)),
+            trained=None if plan.trained is None else {of[layer] for layer in plan.trained},
+            batch_gradients=frozenset(of[layer] for layer in plan.batch_gradients),
+        )
+
+    def costs(self, costs: Costs, placed: Plan) -> Costs:
+        """Return the costs of the stages: times and sizes are sums, outputs are what later stages read.
+
+        What layers of a stage have in common counts once. Input gradients that no stage before needs are steps on the
+        way to weight gradients: those of a stage whose first layer has none.
+        """
+        layers = _plain(existing(costs, self.plan))
+        sums: dict[str, Any] = {
+            name: self._sums(cost)
+            for name in SUMMED
+            if (cost := getattr(layers, name)) is not None and not isinstance(cost, Link)
+        }
+        sums["activation"] = self._outputs(layers)
+        shared, twice = self._shared(layers)
+        for name, kind in (("activation", Activation), ("residuals", Residuals), ("deferred", Deferred)):
+            sums[name] = [whole - twice[kind(stage, 0)] for stage, whole in enumerate(sums[name])]
+        collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
+        stages = replace(layers, **sums, reads=self._reads(layers), shared=shared, collectives=collectives)
+        stages = self._without_first_inputs(layers, stages, placed)
+        return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=costs.slice_scale)
+
+    def _sums(self, cost: PerStage) -> list[float]:
+        sums = [0.0] * len(self.layers)
+        for layer, stage in enumerate(self.stage_of):
+            sums[stage] += cost[layer] if isinstance(cost, Sequence) else cost
+        return sums
+
+    def _leaves(self, layer: int) -> bool:
+        """Whether a layer's output leaves its stage."""
+        readers = self.plan.consumers(layer)
+        return not readers or any(self.stage_of[reader] != self.stage_of[layer] for reader in readers)
+
+    def _outputs(self, costs: Costs) -> list[float]:
+        sizes = [costs.bytes(Activation(layer, 0)) * self._leaves(layer) for layer in range(self.plan.stages)]
+        return self._sums(sizes)
+
+    def _reads(self, costs: Costs) -> dict[tuple[int, int], float]:
+        """Return what stages read of others, where they do not read all: of each layer the most that one reads."""
+        most, of = dict[tuple[int, int], float](), self.stage_of
+        for reader in range(self.plan.stages):
+            for source in self.plan.sources(reader):
+                if of[source] != of[reader]:
+                    key = source, of[reader]
+                    most[key] = max(most.get(key, 0.0), costs.read(source, reader))
+        read = Counter[tuple[int, int]]()
+        for (source, reader), size in most.items():
+            read[of[source], reader] += size  # type: ignore[assignment]
+        whole = self._outputs(costs)
+        return {edge: size for edge, size in read.items() if size < whole[edge[0]]}
+
+    def _shared(self, costs: Costs) -> tuple[list[Shared], Counter[Any]]:
+        """Return the memory that names of stages share, and by how much the sums of each name count it too often."""
+        shared, twice = list[Shared](), Counter[Any]()
+        for size, names in costs.shared:
+            inside = [name for each in names if (name := self._name(each)) is not None]
+            for name, count in Counter(inside).items():
+                twice[name] += (count - 1) * size  # type: ignore[assignment]
+            if len({*inside}) > 1:
+                shared.append(Shared(size, tuple(dict.fromkeys(inside))))
+        return shared, twice
+
+    def _name(self, name: Any) -> Any:
+        """Return the stage's name of a layer's value; None for one that does not leave its stage."""
+        of = self.stage_of
+        if isinstance(name, Activation) and not self._leaves(name.stage):
+            return None
+        if isinstance(name, Gradient):
+            stage, consumer = of[name.stage], of[name.consumer]
+            return None if stage == consumer else replace(name, stage=stage, consumer=consumer)
+        return replace(name, stage=of[name.stage]) if hasattr(name, "stage") else name
+
+    def _without_first_inputs(self, costs: Costs, stages: Costs, placed: Plan) -> Costs:
+        """Return the costs with input gradients that nobody needs as a part of weight gradients.
+
+        The first layer of an unfrozen model has an input gradient by its name, which takes no time. What is then
+        deferred is all that was kept.
+        """
+        count = range(placed.stages)
+        inputs, weights = ([stages.time(kind(s, 0)) for s in count] for kind in (BackwardInput, BackwardWeight))
+        deferred = [stages.bytes(Deferred(s, 0)) for s in count]
+        own = [costs.time(BackwardInput(layer, 0)) for layer in range(self.plan.stages)]
+        first = 0
+        for s, layers in enumerate(self.layers):
+            is_none = placed.trained is None and s == 0 and layers > 1 and own[0] < NOTHING * fmean(own)
+            if not placed.has_input_half(s) or is_none:
+                kept = own[first] if is_none else 0.0
+                weights[s] += inputs[s] - kept
+                inputs[s] = kept
+                deferred[s] = max(deferred[s], stages.bytes(Residuals(s, 0))) if is_none else deferred[s]
+            first += layers
+        return replace(stages, backward_input=inputs, backward_weight=weights, deferred=deferred)
+
+
+def times_of(plan: Plan, costs: Costs) -> list[float]:
+    """Return the time of each layer for a microbatch: of its forward, and of its backward, whole or in halves.
+
+    It is the shorter of the two, so that no stage that has the layer takes less for it.
+    """
+    costs = _plain(existing(costs, plan))
+    times = []
+    for layer in range(plan.stages):
+        halves = costs.time(BackwardInput(layer, 0)) + costs.time(BackwardWeight(layer, 0))
+        whole = halves if costs.backward is None else min(halves, costs.at("backward", BackwardInput(layer, 0)))
+        times.append(costs.time(Forward(layer, 0)) + whole)
+    return times
+
+
+def _plain(costs: Costs) -> Costs:
+    """Return the costs without the factors of microbatches and slices."""
+    return replace(costs, scale=(), sizes=(), slice_scale=())

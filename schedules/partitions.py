@@ -1,0 +1,118 @@
+"""Cuts of a model's layers into stages of neighbours, on ranks. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
+from math import comb, inf
+from typing import NamedTuple
+
+from fpipe.plan import Placement
+
+ROUNDING = 1e-9
+FEW = 512  # cuts that are all tried
+
+
+class Partition(NamedTuple):
+    """Stages on ranks, each of some number of neighbouring layers."""
+
+    placement: Placement
+    layers: tuple[int, ...]
+
+    def loads(self, times: Sequence[float]) -> list[float]:
+        """Return the time of each rank for a microbatch; copies of a stage share its microbatches.
+
+        Args:
+            times: of the layers.
+        """
+        loads, sums = [0.0] * self.placement.ranks, [0.0, *accumulate(times)]
+        ends = [0, *accumulate(self.layers)]
+        for (begin, end), ranks in zip(pairwise(ends), self.placement.holders, strict=True):
+            for rank in ranks:
+                loads[rank] += (sums[end] - sums[begin]) / len(ranks)
+        return loads
+
+    def moves(self) -> Iterator[Partition]:
+        """Yield the cuts in which a stage has one layer less, and another one more: those between them move along."""
+        for source, count in enumerate(self.layers):
+            for target in range(len(self.layers)) if count > 1 else ():
+                if source != target:
+                    layers = [*self.layers]
+                    layers[source], layers[target] = count - 1, layers[target] + 1
+                    yield Partition(self.placement, tuple(layers))
+
+    def every(self) -> Iterator[Partition]:
+        """Yield all cuts of the same layers into as many stages."""
+        count = sum(self.layers)
+        for cuts in combinations(range(1, count), len(self.layers) - 1):
+            yield Partition(self.placement, tuple(end - begin for begin, end in pairwise([0, *cuts, count])))
+
+    def near(self, times: Sequence[float]) -> list[Partition]:
+        """Return other cuts, those first whose busiest rank has least to do: all where they are few, else the moves."""
+        cuts = self.every() if comb(sum(self.layers) - 1, len(self.layers) - 1) <= FEW else self.moves()
+        return sorted((each for each in cuts if each != self), key=lambda each: _unevenness(each.loads(times)))
+
+
+def even(placement: Placement, count: int) -> Partition:
+    """Return stages of equal numbers of layers, the first ones of one more where they do not divide.
+
+    >>> even(Placement.loop(3), 8).layers
+    (3, 3, 2)
+    """
+    each, more = divmod(count, placement.stages)
+    return Partition(placement, tuple(each + (stage < more) for stage in range(placement.stages)))
+
+
+def balanced(placement: Placement, times: Sequence[float]) -> Partition:
+    """Return stages of which the longest is as short as it can be.
+
+    >>> balanced(Placement.loop(3), [1, 1, 1, 1, 1, 3]).layers
+    (3, 2, 1)
+    """
+    of = blocks(times, placement.stages)
+    return Partition(placement, tuple(of.count(stage) for stage in range(placement.stages)))
+
+
+def levelled(placement: Placement, times: Sequence[float]) -> Partition:
+    """Return stages whose ranks have about equal times: from balanced stages, layers move while that helps.
+
+    >>> levelled(Placement.loop(3), [1, 1, 1, 1, 1, 3]).layers, levelled(Placement.v(2), [1, 1, 1, 1, 1, 3]).layers
+    ((3, 2, 1), (1, 2, 2, 1))
+    """
+    best = balanced(placement, times)
+    while True:
+        unevenness = _unevenness(best.loads(times))
+        better = min(best.moves(), key=lambda each: _unevenness(each.loads(times)), default=best)
+        if not _unevenness(better.loads(times)) < unevenness:
+            return best
+        best = better
+
+
+def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
+    """Return what is least where ranks have equal loads: the largest, then the sum of squares."""
+    return float(f"{max(loads):.12g}"), sum(load * load for load in loads)
+
+
+def blocks(times: Sequence[float], ranks: int) -> list[int]:
+    """Return the rank of each stage, in blocks of neighbours.
+
+    The busiest rank has the least time that it can have, and the first ranks have as many stages as that allows.
+
+    >>> blocks([1, 1, 1, 1], 3), blocks([3, 1, 1, 1], 2)
+    ([0, 0, 1, 2], [0, 1, 1, 1])
+    """
+    count, sums = len(times), [0.0, *accumulate(times)]
+    least = sums  # for the first stages on the first ranks
+    for rank in range(1, ranks):
+        least = [
+            min((max(least[n], sums[end] - sums[n]) for n in range(rank, end)), default=inf) for end in range(count + 1)
+        ]
+    limit = least[count] * (1 + ROUNDING)
+    blocks, first = list[int](), 0
+    for s in range(count):
+        rank = blocks[-1] if blocks else 0
+        are_needed = count - s == ranks - 1 - rank  # by the ranks after this one
+        if s and (are_needed or sums[s + 1] - sums[first] > limit):
+            rank, first = rank + 1, s
+        blocks.append(rank)
+    return blocks

@@ -1,0 +1,275 @@
+"""What is searched: schedules of the catalogue, each with several placements of one model. No torch.
+
+The costs are those of the plan's own stages. The same model is compared in three ways: split evenly into another number
+of stages (`recut`), as the stages are, or in stages that are made of neighbouring ones, which are then layers
+(`layouts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import ceil
+from typing import NamedTuple
+
+from fpipe._format import sized
+from fpipe.costs import Costs
+from fpipe.effects import Backward, Forward
+from fpipe.errors import ScheduleError
+from fpipe.plan import Placement, Plan, Schedule
+from fpipe.programs.footprint import RankBytes, footprint
+from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs, plan_of
+from fpipe.programs.residence import residence
+from fpipe.schedules.bounds import lower_bound
+from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, named
+from fpipe.schedules.cuts import existing, recut_for, recut_trained
+from fpipe.schedules.found import Found, best_of
+from fpipe.schedules.grouping import Grouping, times_of
+from fpipe.schedules.partitions import Partition, balanced, blocks, even, levelled
+from fpipe.timelines.simulator import simulate_programs
+from fpipe.timelines.timeline import Timeline
+
+Played = tuple[Timeline, int | None, tuple[RankBytes, ...]]
+Place = int | Placement | Partition
+CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
+MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
+FEW_LIMITED = 2  # the most for them where cuts are searched too
+ROUNDING = 1e-9
+
+
+class Cut(NamedTuple):
+    """The model in the stages of a plan; `layers` says how many of which each has, where it is made of some."""
+
+    plan: Plan
+    costs: Costs
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched: schedules of the catalogue, each with several placements of one model."""
+
+    plan: Plan
+    costs: Costs
+    entries: Sequence[CatalogueEntry]
+    chunks: Sequence[int]
+    recut: bool
+    layouts: bool
+    progress: Callable[[str], None] | None
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        costs: Costs,
+        memory_limit: float | None,
+        chunks: Sequence[int],
+        recut: bool = True,
+        layouts: bool = False,
+        names: Sequence[str] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Space:
+        """Check the arguments of a search."""
+        costs.check(plan)
+        if memory_limit is not None and not memory_limit > 0:
+            raise ScheduleError(f"the memory limit must be more than 0 microbatches, not {memory_limit!r}")
+        if not chunks or min(chunks) < 1:
+            raise ScheduleError(
+                f"chunks must be numbers of stages on a rank, at least one, and each at least 1: {chunks!r}"
+            )
+        if names is not None and (isinstance(names, str) or not names):
+            raise ScheduleError(f"names must be a list of schedules, at least one, such as ['1f1b'], not {names!r}")
+        entries = [*CATALOGUE.values()] if names is None else [named(name) for name in names]
+        if names is None:  # a model carries values from slice to slice, or it does not
+            entries = [entry for entry in entries if entry.slices or plan.slices == 1]
+            entries = [entry for entry in entries if plan.slices > 1 or entry.slices in (None, 1)]
+        if not recut:
+            entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
+        if layouts and not recut:
+            raise ScheduleError("layouts are cuts of the plan's stages into others: leave recut=False out")
+        return cls(plan, costs, entries, chunks, recut, layouts, progress)
+
+    def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
+        """Return all candidates; those that order under a limit also at lower limits than the given one."""
+        every = list(self.candidates(memory_limit))
+        if limit_bytes is not None:
+            with suppress(ScheduleError):  # none takes this limit
+                every += self.candidates(memory_limit, limit_bytes, limited=[True])
+        for limit in _limits(best_of(every).peak):
+            with suppress(ScheduleError):
+                every += self.candidates(limit, limited=[True])
+        if limit_bytes is None:
+            return every
+        bound = partial(lower_bound, memory_limit=memory_limit, memory_limit_bytes=limit_bytes)
+        bounds = {plan: bound(plan, costs) for plan, costs in {each.plan: each.costs for each in every}.items()}
+        return [replace(each, lower_bound=bounds[each.plan]) for each in every]
+
+    def candidates(
+        self, limit: float | None, limit_bytes: float | None = None, limited: Collection[bool] = (False, True)
+    ) -> Iterator[Found]:
+        """Yield a result for each entry that takes the plan and the limit; if none does, raise the first error.
+
+        Args:
+            limit_bytes: of those that order under a limit.
+            limited: whether to try schedules that do not, and those that do.
+        """
+        count, refused = 0, list[ScheduleError]()
+        for entry in self.entries:
+            for place in self._places(entry) if entry.limited in limited else ():
+                if self.progress:
+                    self.progress(entry.name)
+                try:
+                    results = self.results(entry, place, limit, limit_bytes)
+                except ScheduleError as error:
+                    refused.append(error)  # it does not take the plan, or the limit
+                    continue
+                count += len(results)
+                yield from results
+        if not count and refused:
+            raise refused[0]
+
+    def results(
+        self, entry: CatalogueEntry, place: Place, limit: float | None, limit_bytes: float | None
+    ) -> list[Found]:
+        """Return the results of an entry in one place, one for each number of whole stages.
+
+        Raises:
+            ScheduleError: it does not take the plan, or the limit.
+        """
+        plan, costs, layers = self.cut(entry, place)
+        played = list(self._played(entry, plan, costs, limit, limit_bytes))
+        bound = lower_bound(plan, costs, limit, memory_limit_bytes=limit_bytes)
+        return [
+            Found(entry.name, schedule, plan, costs, timeline, bound, resident, account, layers=layers)
+            for schedule, (timeline, resident, account) in played
+        ]
+
+    def _played(
+        self, entry: CatalogueEntry, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None
+    ) -> Iterator[tuple[Schedule, Played]]:
+        """Yield schedules and what they give; under a limit in bytes, one for each number of whole stages."""
+        limits = limits_of_ranks(plan, limit)
+        schedule = partial(entry.schedule, plan, costs, limits)
+        if limit_bytes is None or not entry.limited:
+            whole = schedule()
+            for played in _played(lower(whole, plan), costs, _residents(plan)):
+                yield whole, played
+            return
+        refused = list[ScheduleError]()
+        for resident in _residents(plan):
+            try:
+                within = schedule(memory_limit_bytes=limit_bytes, resident=resident)
+            except ScheduleError as error:
+                refused.append(error)
+                continue
+            for played in _played(lower(within, plan), costs, [resident]):
+                yield within, played
+        if len(refused) == len(_residents(plan)):
+            raise refused[0]
+
+    def _places(self, entry: CatalogueEntry) -> Sequence[Place]:
+        """Return the placements to try: numbers of stages on a rank for the entry's own, or others that it takes."""
+        if not self.recut:
+            return self._placements if entry.placement == "any" else (max(1, self.plan.stages // self.plan.ranks),)
+        counts: tuple[int, ...] = (entry.chunks,)
+        if entry.any_chunks:
+            counts = tuple(v for v in self.chunks if v <= MOST_LIMITED or not entry.limited)
+        return list(self._partitions(entry, counts)) if self.layouts else counts
+
+    def _partitions(self, entry: CatalogueEntry, counts: Sequence[int]) -> Iterator[Partition]:
+        """Yield placements with the layers cut evenly in number, and evenly in time, of stages and of ranks.
+
+        Of schedules that order under a limit, which are slow, only the last, with few stages on a rank.
+        """
+        tried = [v for v in counts if v <= FEW_LIMITED or not entry.limited]
+        placements = dict.fromkeys(self._own(entry, v).placement for v in tried if self._is_placed(entry, v))
+        if entry.limited and entry.any_chunks:
+            placements[Placement.v(self.plan.ranks)] = None
+        for placement in placements:
+            if placement.stages <= self.plan.stages:
+                partitions = [levelled(placement, self.times)]
+                if not entry.limited:
+                    partitions += [balanced(placement, self.times), even(placement, self.plan.stages)]
+                yield from dict.fromkeys(partitions)
+
+    def _is_placed(self, entry: CatalogueEntry, chunks: int) -> bool:
+        with suppress(ScheduleError):
+            return bool(self._own(entry, chunks))
+        return False
+
+    def takes(self, entry: CatalogueEntry, placement: Placement) -> bool:
+        """Whether a schedule takes a placement without copies."""
+        chunks = max(1, placement.stages // placement.ranks)
+        own = self._is_placed(entry, chunks) and self._own(entry, chunks).placement == placement
+        return own or (entry.placement == "any" and all(len(ranks) == 1 for ranks in placement.holders))
+
+    def _own(self, entry: CatalogueEntry, chunks: int) -> Plan:
+        return entry.plan(self.plan.ranks, self.plan.microbatches, chunks, self.plan.slices)
+
+    @cached_property
+    def times(self) -> list[float]:
+        """The time of each layer for a microbatch."""
+        return times_of(self.plan, self.costs)
+
+    @cached_property
+    def _placements(self) -> Sequence[Placement]:
+        """Placements of the stages as they are."""
+        p, stages = self.plan.ranks, range(self.plan.stages)
+        turns = [s % (2 * p) for s in stages]
+        costs = existing(self.costs, self.plan)
+        times = [costs.time(Forward(s, 0)) + costs.time(Backward(s, 0)) for s in stages]
+        mirrored = [p - 1 - rank for rank in reversed(blocks(times[::-1], p))]
+        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], blocks(times, p), mirrored
+        return [*dict.fromkeys(map(Placement, ways))]
+
+    def cut(self, entry: CatalogueEntry, place: Place) -> Cut:
+        """Return the same model in the stages of a placement."""
+        plan, m = self.plan, self.plan.microbatches
+        if isinstance(place, Partition):
+            grouping = Grouping(plan, place.layers)
+            placed = grouping.placed(place.placement)
+            return Cut(placed, grouping.costs(self.costs, placed), place.layers)
+        own = Plan(place, m) if isinstance(place, Placement) else self._own(entry, place)
+        trained = recut_trained(plan.trained, plan.stages, own.stages)
+        candidate = replace(own, replicas=plan.replicas, trained=trained, slices=plan.slices)
+        is_plain = plan == Plan(plan.placement, m, replicas=plan.replicas, trained=plan.trained, slices=plan.slices)
+        if not (is_plain and self.recut):
+            candidate = replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
+        return Cut(candidate, recut_for(self.costs, plan, candidate))
+
+
+def _limits(largest: float, most: int = 16) -> list[float]:
+    """Return limits from one microbatch up, in steps of at least half a microbatch, so that there are not too many."""
+    halves = ceil(2 * largest)
+    return [half / 2 for half in range(2, halves, ceil(halves / most))]
+
+
+def limits_of_ranks(plan: Plan, limit: float | None) -> float | Sequence[float] | None:
+    """Return a limit, in microbatches of 1/ranks of the model, in microbatches of what each rank has, at least one."""
+    counts = [len(plan.stages_on(rank)) for rank in range(plan.ranks)]
+    if limit is None or len(set(counts)) == 1:
+        return limit
+    return [max(1.0, limit * plan.stages / (plan.ranks * count)) for count in counts]
+
+
+def _played(programs: Programs, costs: Costs, residents: Sequence[int | None]) -> Iterator[Played]:
+    """Yield the timeline of programs, the number of whole stages, and the bytes."""
+    plan = plan_of(programs)
+    for resident in residents:
+        try:
+            placed = programs if resident is None else residence(programs, resident)
+        except ScheduleError:  # an overlap needs more stages at once
+            continue
+        bytes_ = footprint(placed, costs) if sized(costs) else (RankBytes(0.0, 0.0, 0.0, 0.0),) * plan.ranks
+        yield simulate_programs(placed, costs), resident, bytes_
+
+
+def _residents(plan: Plan) -> list[int | None]:
+    """Return the numbers of whole stages to try: up to eight all, then powers of two, and all of a rank's stages."""
+    if plan.replicas == 1:
+        return [None]
+    most = max(len(plan.stages_on(rank)) for rank in range(plan.ranks))
+    return [None, *sorted({n for n in range(1, most) if n <= 8 or n.bit_count() == 1} | {most})]

@@ -1,0 +1,306 @@
+"""Layouts whose cuts are searched too: no worse than those they start from, within their limits, and as brute force."""
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fpipe
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, interop, lower, simulate, verify
+from fpipe.costs import Shared
+from fpipe.effects import Activation, Offload, Residuals
+from fpipe.programs.footprint import footprint
+from fpipe.schedules import CATALOGUE, search
+from fpipe.schedules.cuts import recut
+from fpipe.schedules.grouping import Grouping
+from fpipe.schedules.partitions import Partition, balanced, even, levelled
+from fpipe.timelines.simulator import simulate_programs
+from tests.support.combinations import examples, few, thorough
+
+UNEVEN = Costs(
+    forward=[0.2, 1, 1, 2, 1, 1, 4],
+    backward_input=[0.2, 1, 1, 2, 1, 1, 4],
+    backward_weight=[0.2, 1, 1, 2, 1, 1, 4],
+    communication=0.1,
+    residuals=[1, 4, 4, 8, 4, 4, 6],
+    deferred=[1, 2, 2, 4, 2, 2, 3],
+    parameters=[8, 2, 2, 8, 2, 2, 8],
+    activation=1,
+)
+
+
+def of_layers(count, ranks, microbatches, **options):
+    """The plan of layers on ranks, where it does not matter on which."""
+    return Plan(Placement([layer * ranks // count for layer in range(count)]), microbatches, **options)
+
+
+def figures_of(name, partition, plan, costs):
+    """The cost of a named schedule on stages of layers, and its most bytes."""
+    grouping = Grouping(plan, partition.layers)
+    placed = grouping.placed(partition.placement)
+    grouped = grouping.costs(costs, placed)
+    programs = lower(CATALOGUE[name].schedule(placed, grouped), placed)
+    return simulate_programs(programs, grouped).cost, max(each.total for each in footprint(programs, grouped))
+
+
+# Stages of layers
+
+
+@given(st.sampled_from([(6, 3), (8, 2), (8, 4), (5, 5)]), st.data())
+def test_equal_groups_cost_what_an_even_split_does(sizes, data):
+    count, stages = sizes
+    numbers = st.lists(st.integers(1, 9).map(float), min_size=count, max_size=count)
+    names = ("forward", "backward_input", "backward_weight", "backward", "residuals", "parameters", "activation")
+    costs = Costs(**{name: data.draw(numbers) for name in names}, scale=[1, 2], communication=Link(1, 2))
+    grouping = Grouping(of_layers(count, stages, 2), [count // stages] * stages)
+    placed = grouping.placed(Placement.loop(stages))
+    assert placed == Plan(Placement.loop(stages), 2)
+    found, expected = grouping.costs(costs, placed), recut(costs, count, stages)
+    for name in (*names, "scale", "sizes", "communication"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
+
+
+def test_what_layers_of_a_stage_share_counts_once():
+    shared = [
+        Shared(3, (Residuals(0, 0), Residuals(1, 0), Activation(0, 0))),
+        Shared(2, (Activation(1, 0), Residuals(2, 0))),
+    ]
+    plan, costs = of_layers(4, 2, 2), Costs(residuals=10, activation=5, shared=shared)
+    grouping = Grouping(plan, [2, 2])
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(2)))
+    assert grouped.residuals == (17, 20)
+    assert grouped.activation == (5, 5)
+    assert grouped.shared == (Shared(2, (Activation(0, 0), Residuals(1, 0))),)
+
+
+def test_skips_ties_and_frozen_layers_are_those_of_the_stages():
+    edges = Edges([(), (0,), (1,), (0, 2), (3,)])
+    plan = Plan(Placement.loop(5), 2, edges, ties=((0, 4), (1, 2)), trained=[2, 4])
+    grouping = Grouping(plan, [1, 2, 1, 1])
+    placed = grouping.placed(Placement.loop(4))
+    assert placed.edges == Edges([(), (0,), (0, 1), (2,)])
+    assert (placed.ties, sorted(placed.trained)) == (((0, 3),), [1, 3])
+    costs = grouping.costs(Costs(activation=[8, 1, 1, 1, 1], reads={(0, 3): 2}), placed)
+    assert costs.activation == (8, 1, 1, 1)
+    assert costs.reads == {(0, 2): 2}
+    # Layer 1 is frozen, and no layer before it is trained: its stage has no input gradient, nor has layer 2.
+    assert costs.backward_input[:2] == (0, 0)
+    assert costs.backward_weight[:2] == (0, 1)
+
+
+def test_a_first_layer_without_an_input_gradient_has_none_in_a_stage():
+    costs = Costs(backward_input=[1e-6, 2, 2, 2], backward_weight=3, residuals=5, deferred=1)
+    grouping = Grouping(of_layers(4, 2, 2), [2, 2])
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(2)))
+    assert grouped.backward_input == (1e-6, 4)
+    assert grouped.backward_weight == (8, 6)
+    assert grouped.deferred == (10, 2)
+
+
+class Skipping(nn.Module):
+    """Layers of which the last but one reads the first one's output too."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [4, 6, 6, 8, 6, 6, 3]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x):
+        first = torch.tanh(self.layers[0](x))
+        y = first
+        for layer in self.layers[1:4]:
+            y = torch.relu(layer(y))
+        return self.layers[5](torch.tanh(self.layers[4](y) + first))
+
+
+def profiled(cuts):
+    """A split model, with its costs; `cuts` are the layers with which stages begin."""
+    torch.manual_seed(0)
+    at = [f"layers.{cut}" for cut in cuts]
+    options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
+    pipeline, params = interop.split(Skipping(), at=at, **options)
+    batch, target = torch.randn(2, 4), torch.randn(2, 3)
+    return pipeline, params, fpipe.profile(pipeline, params, batch, target, repeats=1)
+
+
+@pytest.mark.parametrize("cuts", few([(3,), (2, 5), (1, 3), (4, 5)], slice(2)))
+def test_the_bytes_of_stages_are_those_that_a_profile_of_them_has(cuts):
+    fine, _, costs = profiled([1, 2, 3, 4, 5])
+    whole, _, expected = profiled(cuts)
+    layers = [end - begin for begin, end in zip([0, *cuts], [*cuts, 6], strict=True)]
+    placement = Placement.loop(len(layers))
+    grouping = Grouping(fine.plan(Placement.loop(6), 2), layers)
+    placed = grouping.placed(placement)
+    assert placed == whole.plan(placement, 2)
+    found = grouping.costs(costs, placed)
+    for name in ("parameters", "activation", "residuals", "reads"):
+        assert getattr(found, name) == getattr(expected, name), name
+    programs = lower("gpipe", placed)
+    assert [each.total for each in footprint(programs, found)] == [each.total for each in footprint(programs, expected)]
+
+
+# Cuts
+
+
+@pytest.mark.parametrize(
+    ("placement", "times", "expected"),
+    [
+        (Placement.loop(3), [1, 1, 1, 1, 1, 1], (2, 2, 2)),
+        (Placement.loop(2), [5, 1, 1, 1, 1, 1], (1, 5)),
+        (Placement.v(2), [1, 1, 1, 1, 1, 1, 1, 5], (3, 3, 3, 1)),
+    ],
+)
+def test_levelled_stages_give_ranks_equal_times(placement, times, expected):
+    partition = levelled(placement, times)
+    loads = partition.loads(times)
+    least = min(max(each.loads(times)) for each in partition.every())
+    assert max(loads) == least
+    if len(placement.holders) == placement.ranks:
+        assert partition.layers == expected
+
+
+def test_even_stages_have_equal_numbers_of_layers():
+    assert even(Placement.loop(4), 10).layers == (3, 3, 2, 2)
+    assert balanced(Placement.loop(2), [1, 1, 1, 5]).layers == (3, 1)
+
+
+def test_layers_that_are_not_all_or_none_are_refused():
+    with pytest.raises(ScheduleError, match=r"stages of \[3, 0\] layers are no cut of 3: give each at least one"):
+        Grouping(of_layers(3, 1, 1), [3, 0])
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), few([("1f1b", 3, 4), ("zb-h1", 2, 3), ("zb-v", 2, 4), ("1f1b", 4, 4)], slice(3))
+)
+def test_where_cuts_are_few_the_best_of_all_is_found(name, ranks, microbatches):
+    plan = of_layers(7, ranks, microbatches)
+    found = search(plan, UNEVEN, layouts=True, names=[name])
+    first = Partition(found.plan.placement, found.layers)
+    best = min(figures_of(name, each, plan, UNEVEN)[0] for each in first.every())
+    assert found.timeline.cost == pytest.approx(best, rel=1e-9)
+    assert found.lower_bound <= best
+
+
+@st.composite
+def models(draw):
+    """Layers with costs of their own, on ranks; some are chains, others have a skip."""
+    count = draw(st.integers(3, 9))
+    ranks = draw(st.integers(2, min(3, count)))
+    edges = Edges([(), *(((0, s - 1) if s > 1 and draw(st.booleans()) else (s - 1,)) for s in range(1, count))])
+    numbers = st.lists(st.integers(0, 8).map(lambda n: n / 4), min_size=count, max_size=count)
+    times = {name: draw(numbers) for name in ("forward", "backward_input", "backward_weight")}
+    sizes = {name: draw(numbers) for name in ("residuals", "parameters")}
+    costs = Costs(**times, **sizes, deferred=0.5, activation=0.25, communication=draw(st.sampled_from([0, 0.5])))
+    plan = replace(of_layers(count, ranks, draw(st.sampled_from([1, 3, 4]))), edges=edges)
+    return plan, costs
+
+
+NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(models(), st.sampled_from([None, 0.8, 0.5]))
+def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, share):
+    plan, costs = model
+    times = [sum(each) for each in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
+    limit, results = None, []
+    for name, cut in product(NAMES, (even, balanced, levelled)):
+        placement = CATALOGUE[name].plan(plan.ranks, plan.microbatches).placement
+        if placement.stages > plan.stages:
+            continue
+        with suppress(ScheduleError):
+            results.append(figures_of(name, cut(placement, plan.stages if cut is even else times), plan, costs))
+    if share is not None:
+        sizes = [total for _, total in results]
+        least, most = min(sizes), max(sizes)
+        limit = least + share * (most - least) or None
+    best = min(cost for cost, total in results if limit is None or total <= limit)
+    found = search(plan, costs, memory_limit_bytes=limit, layouts=True, names=NAMES, chunks=(1, 2))
+    assert found.timeline.cost <= best * (1 + 1e-9)
+    assert found.lower_bound <= found.timeline.cost * (1 + 1e-9)
+    verify(found.schedule, found.plan, offload=found.offload)
+    programs = lower(found.schedule, found.plan, offload=found.offload)
+    assert footprint(programs, found.costs) == found.footprint
+    assert limit is None or found.bytes <= limit * (1 + 1e-9)
+    assert sum(found.layers) == plan.stages
+
+
+def test_all_schedules_are_tried_and_the_result_is_always_the_same():
+    found = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
+    again = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
+    assert (found.name, found.layers, found.plan, found.timeline.cost) == (
+        again.name,
+        again.layers,
+        again.plan,
+        again.timeline.cost,
+    )
+    assert found.timeline.cost <= min(
+        search(of_layers(7, 2, 4), UNEVEN, layouts=True, names=[name]).timeline.cost for name in ("1f1b", "zb-h2")
+    )
+    assert "layers" in repr(found)
+
+
+def test_residuals_are_moved_where_that_is_faster_than_what_fits():
+    plan = of_layers(7, 2, 6)
+    costs = replace(UNEVEN, offload=0.1, fetch=0.1, optimizer=0)
+    free = search(plan, costs, layouts=True, names=["1f1b", "gpipe"], chunks=(1,))
+    limit = 0.8 * free.bytes
+    options = {"memory_limit_bytes": limit, "layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    found = search(plan, costs, **options)
+    assert found.offload is not None
+    assert found.bytes <= limit
+    moved = simulate(found.schedule, found.plan, found.costs, offload=found.offload)
+    assert moved.cost == found.timeline.cost
+    every = [figures_of("1f1b", each, plan, costs) for each in levelled(Placement.loop(2), [1] * 7).every()]
+    assert found.timeline.cost < min((cost for cost, total in every if total <= limit), default=float("inf"))
+    assert "residuals moved" in repr(found)
+
+
+def test_copies_are_not_free_where_nothing_says_what_they_take():
+    plan, costs = of_layers(7, 2, 6), replace(UNEVEN, optimizer=0)
+    options = {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    limit = 0.9 * search(plan, costs, **options).bytes
+    found = search(plan, costs, memory_limit_bytes=limit, **options)
+    programs = lower(found.schedule, found.plan, offload=found.offload)
+    assert not any(isinstance(effect, Offload) for program in programs.values() for effect in program)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recut": False}, "layouts are cuts of the plan's stages into others: leave recut=False out"),
+        ({"names": ["zb-v"]}, "zb-v make no stages of 3 layers on 2 ranks: each stage has at least one; try fewer"),
+        ({"memory_limit_bytes": 1}, "no schedule that is known keeps to 1 B on a rank: the least is"),
+        ({"memory_limit": 0.1}, r"keeps to 0\.1 microbatches in flight: the least is"),
+    ],
+)
+def test_what_no_layout_can_be_is_refused(options, message):
+    costs = Costs(parameters=10, residuals=1)
+    with pytest.raises(ScheduleError, match=message):
+        search(of_layers(3, 2, 2), costs, layouts=True, **options)
+
+
+@thorough
+def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
+    fine, _, costs = profiled([1, 2, 3, 4, 5])
+    found = search(fine.plan(Placement([0, 0, 0, 1, 1, 1]), 4), costs, layouts=True)
+    points = interop.split_points(fine)
+    torch.manual_seed(0)
+    options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
+    pipeline, params = interop.split(Skipping(), at=[points[cut - 1] for cut in found.cuts], **options)
+    batch, target = torch.randn(8, 4), torch.randn(8, 3)
+    results = [
+        fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
+        for handler in (handlers.Local(), handlers.Reference())
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for stage, tree in results[0][1].items():
+        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
