@@ -30,5 +30,11 @@ if TYPE_CHECKING:
     from fpipe.interop.splitting.split import split as split, split_points as split_points
     from fpipe.interop.torch_csv import from_csv as from_csv, to_csv as to_csv
     from fpipe.interop.torch_pipe import from_pipe as from_pipe
+    from fpipe.interop.torch_traces.reading import BadTrace as BadTrace
+    from fpipe.interop.torch_traces.traces import (
+        TracedStep as TracedStep,
+        Traces as Traces,
+        from_traces as from_traces,
+    )
 
 __getattr__, __dir__ = attach(__name__)

@@ -105,6 +105,9 @@ LAYOUT = {
     "fpipe.transforms": "stages errors",
     "fpipe.parallel": "stages devices errors",
     "fpipe.interop.torch_csv": "schedules programs plan effects errors",
+    "fpipe.interop.torch_traces": (
+        "interop.torch_csv schedules tensorboard.files timelines programs _format costs plan effects errors"
+    ),
     "fpipe.interop.sampling": "errors",
     "fpipe.interop.sharding": "stages errors",
     "fpipe.interop.styles": "",
@@ -128,8 +131,9 @@ LAYOUT = {
     "fpipe.interop.torch_pipe": "interop.modules stages errors",
     "fpipe.interop.transformers": "interop.splitting interop.modules stages errors",
     "fpipe.cli": (
-        "schedules interop.torch_csv interop.checkpoints.manifest interop.checkpoints.leftovers tensorboard.files "
-        "tensorboard.server flight timelines programs _format _version tables costs plan effects errors"
+        "schedules interop.torch_csv interop.torch_traces interop.checkpoints.manifest interop.checkpoints.leftovers "
+        "tensorboard.files tensorboard.server flight timelines programs _format _version tables costs plan effects "
+        "errors"
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
@@ -154,6 +158,7 @@ TORCH_FREE = [
     "tensorboard.files",
     "tensorboard.server",
     "interop.torch_csv",
+    "interop.torch_traces",
     "interop.checkpoints.manifest",
     "interop.checkpoints.slots",
     "interop.checkpoints.leftovers",
@@ -306,9 +311,10 @@ SURFACE = {
     "fpipe.tensorboard": "Recorder",
     "fpipe.transforms": "Dual dual hvp jvp per_sample primals pushforward tangents vmap",
     "fpipe.interop": """
-        CheckpointError Checkpoints Elastic End Memory Optimizer Run buffers elastic eval_mode export_safetensors
-        from_csv from_functions from_modules from_pipe from_state_dict fsdp into_modules lora materialise merge_lora
-        optimizer pipe_split resume rows shard split split_points styles to_csv to_state_dict transformers
+        BadTrace CheckpointError Checkpoints Elastic End Memory Optimizer Run TracedStep Traces buffers elastic
+        eval_mode export_safetensors from_csv from_functions from_modules from_pipe from_state_dict from_traces fsdp
+        into_modules lora materialise merge_lora optimizer pipe_split resume rows shard split split_points styles
+        to_csv to_state_dict transformers
     """,
 }
 

@@ -1,5 +1,5 @@
-"""The command line: schedules, verify, simulate, draw, compare, search, export, import, timeline, explain, checkpoint,
-env.
+"""The command line: schedules, verify, simulate, draw, compare, search, export, import, timeline, import-trace,
+explain, checkpoint, env.
 
 - Exit status 1: the schedule is invalid, or does not fit the plan, or a checkpoint is damaged; the reason is on stderr.
   Status 2: usage error.
@@ -8,6 +8,7 @@ env.
 
 from fpipe.cli import verbs as verbs  # importing a module registers its verbs
 from fpipe.cli import timeline as timeline
+from fpipe.cli import traces as traces
 from fpipe.cli import explain as explain
 from fpipe.cli import checkpoints as checkpoints
 from fpipe.cli import environment as environment

@@ -105,16 +105,21 @@ def _check_arguments(runs: list[str], diff: bool, what_if: bool, out: Path | Non
         raise typer.BadParameter("one timeline is written: name one run, without --diff", param_hint="--out")
 
 
+def report(name: str, step: int | None = None, as_json: bool = False) -> None:
+    """Show the captured step of a folder: as tables, or JSON."""
+    _report(_opened(name, None, step), None, as_json)
+
+
 def _report(run: Run, out: Path | None, as_json: bool) -> None:
     """Write one run's timeline to a file, or show it beside its prediction, as tables or JSON."""
-    _note([*run.listing.notices, *run.capture.notices])
+    note([*run.listing.notices, *run.capture.notices])
     if out:
         _write(out, run)
     try:
         predicted = _prediction(run)
     except CommandError as error:  # the measurement is still worth showing
         predicted = None
-        _note([str(error)])
+        note([str(error)])
     if as_json:
         print_json(_as_json(run, predicted))
     elif not out:
@@ -162,7 +167,8 @@ def plain(text: str) -> str:
     return shown + "…" * (len(text) > _MOST_CHARACTERS)
 
 
-def _note(notices: Iterable[str]) -> None:
+def note(notices: Iterable[str]) -> None:
+    """Show notices on stderr."""
     for notice in notices:
         typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {plain(notice)}", err=True)
 
@@ -197,7 +203,7 @@ def _listed(folder: str) -> "Listing":
     except NotADirectoryError:
         raise typer.BadParameter(f"there is no folder {plain(folder)}", param_hint="RUN") from None
     if not listing.captures:
-        _note(listing.notices)
+        note(listing.notices)
         raise CommandError(
             f"no step was captured below {plain(folder)}: record some with fpipe.tensorboard.Recorder, or write a "
             "simulation with fpipe simulate --logdir"
@@ -300,7 +306,7 @@ def _compare(a: Run, b: Run, as_json: bool) -> None:
         return
     from fpipe.cli import tables
 
-    _note(notices)
+    note(notices)
     same = a.capture.unit == b.capture.unit
     scale = scale_of(difference.makespan[0], a.capture.unit if same else "")
     show(tables.difference(difference, (a.title, b.title), scale))
@@ -324,7 +330,7 @@ def _what_if(run: Run, as_json: bool) -> None:
         return
     from fpipe.cli import tables
 
-    _note([*notices, *result.notices])
+    note([*notices, *result.notices])
     scale = scale_of(line.makespan, unit)
     show(tables.headline(run.title, line, scale), tables.what_if(result, scale))
 
