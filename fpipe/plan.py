@@ -220,8 +220,8 @@ class Edges:
         consumers: list[list[int]] = [[] for _ in self.reads]
         for stage, sources in enumerate(self.reads):
             for source in sources:
-                consumers[source].insert(0, stage)
-        return tuple(map(tuple, consumers))
+                consumers[source].append(stage)
+        return tuple(tuple(reversed(stages)) for stages in consumers)
 
     @property
     def skips(self) -> bool:
@@ -476,7 +476,10 @@ class Plan:
 
     @cached_property
     def _sharers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        groups = [{s, *(t for g in self.ties if s in g for t in g)} for s in range(self.stages)]
+        groups = [{stage} for stage in range(self.stages)]
+        for tie in self.ties:
+            for stage in tie:
+                groups[stage].update(tie)
         holders = self.placement.holders
         trained = [sorted(filter(self.is_trained, group)) for group in groups]
         return tuple(tuple((t, rank) for t in group for rank in holders[t]) for group in trained)

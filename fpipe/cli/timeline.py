@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".json", ".svg", ".png", ".pdf", ".csv")
 _MOST_CHARACTERS = 200  # shown of a name
+_MOST_OF_A_NOTICE = 2000  # characters
 _MOST_STEPS = 4  # suggested in place of a missing one
 _MOST_REPLICAS = 8  # whose makespans are shown
 Kind = Literal["measured", "predicted"]
@@ -161,16 +162,16 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
         yield "there is a prediction too, but its times have another unit"
 
 
-def plain(text: str) -> str:
+def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
     """Return a foreign name without control characters, cut to a bounded length."""
-    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:_MOST_CHARACTERS])
-    return shown + "…" * (len(text) > _MOST_CHARACTERS)
+    shown = "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text[:most])
+    return shown + "…" * (len(text) > most)
 
 
 def note(notices: Iterable[str]) -> None:
     """Show notices on stderr."""
     for notice in notices:
-        typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {plain(notice)}", err=True)
+        typer.echo(f"{typer.style('note:', fg='yellow', bold=True)} {plain(notice, _MOST_OF_A_NOTICE)}", err=True)
 
 
 def _opened(name: str, kind: Kind | None, step: int | None) -> Run:
@@ -228,14 +229,14 @@ def _experiments(listing: "Listing") -> list[str]:
 
 
 def _read(name: str, listing: "Listing", kind: Kind, step: int) -> Run:
-    from fpipe.tensorboard.files.columns import BadColumns
+    from fpipe.tensorboard.files.captures import BadCapture
     from fpipe.tensorboard.files.reader import CaptureId
 
     key = CaptureId(_experiments(listing)[0], kind, step)
     try:
         capture = listing.read(key)
-    except BadColumns as error:
-        raise CommandError(f"step {step} in {plain(name)} can't be read: {plain(str(error))}") from None
+    except BadCapture as error:
+        raise CommandError(plain(str(error), _MOST_OF_A_NOTICE)) from None
     return Run(plain(name), capture, listing, key)
 
 

@@ -70,7 +70,7 @@ def _unfit(timeline: Timeline) -> str:
     spans, rows = timeline.spans, timeline.table.effects
     if any(not spans.of(rank) for rank in range(timeline.plan.ranks)):
         return "ranks are missing"
-    if len(spans) > _MOST_EFFECTS:
+    if max(len(spans), timeline.plan.stages * timeline.plan.units) > _MOST_EFFECTS:
         return f"there are more than {_MOST_EFFECTS} effects"
     kinds = set(map(type, spans.effects))
     if any(rows[kind].track in ("gather", "scatter") for kind in kinds):

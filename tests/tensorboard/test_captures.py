@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
 from fpipe.effects import Forward, Recv
+from fpipe.errors import ScheduleError
 from fpipe.tensorboard.files import columns
-from fpipe.tensorboard.files.captures import RunName, assemble, columns_of, parse_run, parse_tag, tag
-from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, decode, encode
+from fpipe.tensorboard.files.captures import BadCapture, RunName, assemble, columns_of, parse_run, parse_tag, tag
+from fpipe.tensorboard.files.columns import BadColumns, Clock, Columns, Header, check, decode, encode
+from fpipe.tensorboard.files.plans import Plans, as_json
 from fpipe.tensorboard.server.summary import summary
 from tests.profiling.test_recording import PLANS
 
@@ -127,21 +130,22 @@ def edited(change):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "cut short"),
-        (b"no gzip", "not a gzip"),
+        (b"", "is empty, or was deleted"),
+        (b"no gzip", "is damaged: its bytes are not what was written"),
         (GOOD[0][:-20], "cut short"),
-        (gzip.compress(b"PNG!" + b"\0" * 8, mtime=0), "does not begin"),
-        (gzip.compress(b"FPT1" + b"\xff" * 4 + b"{}", mtime=0), "not a rank's spans"),
-        (edited(lambda said: said.update(format=1)), "format 1, of another fpipe"),
-        (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "not a rank's spans"),
+        (gzip.compress(b"PNG!" + b"\0" * 8, mtime=0), "is no timeline that fpipe wrote"),
+        (gzip.compress(b"FPT1" + b"\xff" * 4 + b"{}", mtime=0), "its header has"),
+        (gzip.compress(b"FPT1" + b"\x02" + b"\0" * 3 + b"{}", mtime=0), "its header is not as fpipe writes it"),
+        (edited(lambda said: said.update(format=1)), "another version of fpipe, in format 1, not 4"),
+        (edited(lambda said: said["kinds"].__setitem__(0, "Teleport")), "its header is not as fpipe writes it"),
         (edited(lambda said: said["kinds"][0].update(type="__init__")), "whose name is none"),
         (edited(lambda said: said["kinds"][0].update(colour="red;}")), "a colour that is not #rrggbb"),
         (edited(lambda said: said["kinds"][0].update(track="<b>")), "a track that is none of compute"),
         (edited(lambda said: said["kinds"][0].update(letter="x" * 65)), "at most 64 characters"),
         (edited(lambda said: said["kinds"][0]["fields"].update(stage="start")), "a number in no column"),
-        (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "not a rank's spans"),
-        (edited(lambda said: said["columns"]["kind"].__setitem__(0, "O")), "a column of 'O'"),
-        (edited(lambda said: said.pop("plan")), "not a rank's spans"),
+        (edited(lambda said: said["columns"]["start"].__setitem__(2, 10**6)), "its header is not as fpipe writes it"),
+        (edited(lambda said: said["columns"]["kind"].__setitem__(0, "O")), "a column of an unknown type"),
+        (edited(lambda said: said.pop("plan")), "its header is not as fpipe writes it"),
         (edited(lambda said: said["plan"].update(holders=[[9]])), "rank 0 has no stage"),
         (edited(lambda said: said["columns"]["end"].__setitem__(2, 1)), "columns of different lengths"),
         (edited(lambda said: said.update(steps=0)), "effects of 0 equal steps"),
@@ -155,7 +159,7 @@ def test_bytes_that_are_no_ranks_spans_are_refused(data, message):
 
 def test_what_unpacks_to_more_than_any_timeline_is_refused(monkeypatch):
     monkeypatch.setattr(columns, "MAX_UNPACKED_BYTES", 100)
-    with pytest.raises(BadColumns, match="larger than any timeline"):
+    with pytest.raises(BadColumns, match="unpacks to more than 100 bytes"):
         decode(GOOD[0])
 
 
@@ -175,18 +179,89 @@ def test_without_a_rank_the_others_are_shown_and_a_notice_says_so():
 
 def test_a_rank_whose_bytes_are_broken_is_left_out():
     found = assemble(GOOD | {2: GOOD[2][:50]})
-    assert found.notices[0].startswith("rank 2 can't be read: cut short")
+    remedy = "Copy it again if it is a copy; otherwise record the step again."
+    assert found.notices == (f"rank 2 is left out: its file is cut short. {remedy}",)
     assert sorted(found.headers) == [0, 1]
-    with pytest.raises(BadColumns, match="rank 0 can't be read"):
-        assemble({0: b""})
-    with pytest.raises(BadColumns, match="no ranks"):
+    with pytest.raises(BadCapture, match=r"rank 0 is left out: step 7 in a/rank0 is empty, or was deleted\."):
+        assemble({0: b""}, {0: "step 7 in a/rank0"})
+    with pytest.raises(BadCapture, match="no ranks"):
         assemble({})
+
+
+def test_ranks_with_one_problem_have_one_notice():
+    places = {rank: f"step 7 in mine/measured/rank{rank}" for rank in range(3)}
+    found = assemble(GOOD | {rank: GOOD[rank][:50] for rank in (1, 2)}, places)
+    assert [notice.partition(". ")[0] for notice in found.notices] == [
+        "ranks 1, 2 are left out: step 7 in mine/measured/rank1 and 1 more is cut short"
+    ]
+
+
+@pytest.mark.parametrize("data", [GOOD[0][:50], edited(lambda said: said["plan"].update(holders=[[9]]))])
+def test_bytes_are_checked_by_the_rules_by_which_they_are_read(data):
+    assert check(GOOD[0]) == decode(GOOD[0])[0]
+    problems = []
+    for function in (check, decode):
+        with pytest.raises(BadColumns) as raised:
+            function(data)
+        problems.append(str(raised.value))
+    assert problems[0] == problems[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"holders": [[rank] for rank in range(100_000)]}, "100000 stages, and at most 65536 are shown"),
+        ({"holders": [[0, 99_999]]}, "100000 ranks, and at most 4096 are shown"),
+        ({"holders": [[0]] * 2 + [list(range(70_000))]}, "70002 copies of stages"),
+        ({"microbatches": 10**9}, "1000000000 microbatches, slices and tokens of each stage"),
+        ({"slices": 10**9}, "4000000000 microbatches, slices and tokens of each stage"),
+        ({"replicas": 10**9}, "1000000000 replicas"),
+        ({"ties": [[0] * 10_000]}, "10000 tied stages"),
+    ],
+)
+def test_a_header_that_asks_for_too_much_is_refused_at_once(change, message):
+    begin = time.process_time()
+    with pytest.raises(BadColumns, match=f"its plan has {message}"):
+        decode(edited(lambda said: said["plan"].update(change)))
+    assert time.process_time() - begin < 1
+
+
+def test_a_header_that_is_too_long_or_has_too_many_effects_is_refused():
+    with pytest.raises(BadColumns, match="its header has"):
+        decode(edited(lambda said: said.update(schedule="x" * columns.MAX_HEADER_BYTES)))
+    with pytest.raises(BadColumns, match="effects of one rank"):
+        decode(edited(lambda said: said["columns"]["stage"].__setitem__(2, columns.MAX_SPANS + 1)))
+    with pytest.raises(BadColumns, match="kinds of effects"):
+        decode(edited(lambda said: said.update(kinds=said["kinds"][:1] * 300)))
+
+
+def test_a_plan_that_is_larger_than_what_is_shown_is_not_written():
+    plan = Plan(Placement.loop(5000), 1)
+    none = np.empty(0, np.int32)
+    with pytest.raises(ScheduleError, match="5000 ranks, and at most 4096 are shown"):
+        encode(Header("predicted", 0, 0, "", plan), Columns([], np.empty(0), np.empty(0), (none, none)))
+
+
+def test_the_ranks_of_a_job_share_one_plan():
+    headers = assemble(GOOD).headers.values()
+    assert len({id(header.plan) for header in headers}) == 1
+    plans = Plans()
+    first, other = (plans.plan({**as_json(Plan(Placement.loop(2), 2)), "microbatches": count}) for count in (4, 6))
+    assert (first.microbatches, other.microbatches) == (4, 6)
 
 
 def test_ranks_of_another_plan_are_left_out():
     other = blobs(simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 5), COSTS))
-    assert assemble(GOOD | {1: other[1]}).notices[0] == "rank 1 has another plan than rank 0, and is left out"
-    assert assemble(GOOD | {3: GOOD[0]}).notices[0] == "what should be rank 3's is rank 0's, and is left out"
+    apart = "Two jobs wrote into one folder: record again, each into a folder of its own."
+    (notice,) = assemble(GOOD | {1: other[1]}).notices
+    assert notice == f"rank 1 is left out: its file has another plan than rank 0's. {apart}"
+    assert assemble(GOOD | {3: GOOD[0]}).notices[0].startswith("rank 3 is left out: its file is rank 0's. Copy the")
+    (notice,) = assemble({r: b for job in ("a", "b") for r, b in _of(job).items() if (r == 2) == (job == "b")}).notices
+    assert notice == f"rank 2 is left out: its file is of another job than rank 0's. {apart}"
+
+
+def _of(job):
+    return blobs(assemble(GOOD).timeline, job=job)
 
 
 def test_clocks_that_were_not_compared_are_told():
@@ -217,7 +292,7 @@ FIRST = next(at for at, effect in enumerate(decode(GOOD[0])[1].effects) if isins
         ({"start": (0, 1e300), "end": (0, 2e300)}, "times that"),
         ({"end": (0, -1.0)}, "times that"),
         ({"kind": (0, 200)}, "an unknown kind of effect"),
-        ({"stage": (FIRST, 2)}, "rank 0 runs a stage that is not on it"),
+        ({"stage": (FIRST, 2)}, "a stage that is not on rank 0"),
         ({"stage": (0, 77)}, "a stage that the plan doesn't have"),
         ({"microbatch": (0, 99)}, "a (microbatch|rank) that the plan doesn't have"),
         ({"peer": (1, 9)}, "a (microbatch|rank) that the plan doesn't have"),
@@ -240,7 +315,7 @@ def test_a_capture_in_which_nothing_was_computed_is_refused():
     empty = encode(
         Header("measured", 0, 0, "", Plan(Placement.loop(1), 1)), Columns([], np.empty(0), np.empty(0), (none, none))
     )
-    with pytest.raises(BadColumns, match="nothing was computed"):
+    with pytest.raises(BadCapture, match="No rank computed anything"):
         assemble({0: empty})
 
 

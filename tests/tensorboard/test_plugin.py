@@ -173,9 +173,10 @@ def test_names_are_data(board):
 def test_what_nobody_recorded_is_refused_and_hides_nothing_else(board, step):
     server, _ = board
     assert [c["step"] for c in server.json("index")["captures"] if c["run"] == "forged/measured"] == [1, 2, 3, 4]
-    status, kind, body = server.get("summary", run="forged/measured", step=step)
-    assert (status, kind) == (422, "text/plain")
-    assert b"the capture can't be read" in body
+    for route, query in (("summary", {}), ("rank", {"rank": 0})):
+        status, kind, body = server.get(route, run="forged/measured", step=step, **query)
+        assert (status, kind) == (422, "text/plain")
+        assert body.startswith(b"rank 0 is left out: step %d in forged/measured/rank0 is " % step)
 
 
 def test_runs_in_other_units_are_not_compared(board):
@@ -274,7 +275,7 @@ def test_requests_at_the_same_time_assemble_a_capture_once():
         reads.append(time.sleep(0.05))
         return {rank: encode(*measured(TIMELINES[0], 1, rank)) for rank in range(2)}
 
-    cached = _Cached(blobs)
+    cached = _Cached(blobs, {})
 
     def request(_):
         together.wait()

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.tensorboard.files import reader as disk
 from fpipe.tensorboard.files import writer
-from fpipe.tensorboard.files.captures import columns_of
-from fpipe.tensorboard.files.columns import BadColumns, Header, encode
+from fpipe.tensorboard.files.captures import BadCapture, columns_of
+from fpipe.tensorboard.files.columns import Header, encode
 from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 
@@ -159,7 +159,8 @@ def test_a_payload_that_is_broken_leaves_the_other_ranks(tmp_path):
     file.write_bytes(whole)
     capture = find(tmp_path).read(CaptureId("", "measured", 1))
     assert list(capture.headers) == [0]
-    assert any("rank 1 can't be read" in notice for notice in capture.notices)
+    (notice,) = capture.notices
+    assert notice.startswith(f"rank 1 is left out: step 1 in {file} is damaged")
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_a_missing_rank(tmp_path):
@@ -169,7 +170,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_a_missing_rank(tmp_path):
     event_files(folder)[0].unlink()
     assert list(found.read(CaptureId("", "measured", 1)).headers) == [0]
     event_files(tmp_path)[0].write_bytes(b"")
-    with pytest.raises(BadColumns):
+    with pytest.raises(BadCapture):
         found.read(CaptureId("", "measured", 1))
 
 

@@ -68,7 +68,29 @@ def logdir(tmp_path_factory, pools):
     captured(logdir / "cut", [1, 2], ranks=2)
     (file,) = (logdir / "cut" / "measured" / "rank1").iterdir()
     file.write_bytes(file.read_bytes()[:-20])
+    captured(logdir / "damaged", [1], ranks=3)
+    damage(logdir / "damaged" / "measured" / "rank1")
+    captured(logdir / "ruined", [1], ranks=3)
+    for rank in range(3):
+        damage(logdir / "ruined" / "measured" / f"rank{rank}")
+    mixed(logdir / "mixed")
     return logdir
+
+
+def damage(folder):
+    """Flip a bit of what a rank recorded."""
+    (file,) = folder.iterdir()
+    whole = bytearray(file.read_bytes())
+    whole[whole.index(b"\x1f\x8b\x08\0\0\0\0\0") + 60] ^= 1
+    file.write_bytes(whole)
+
+
+def mixed(logdir):
+    """Ranks of two jobs in one folder."""
+    found = simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4))
+    for rank, job in enumerate("aab"):
+        with Writer(logdir, "measured", rank) as writer:
+            writer.timeline(Header("measured", 1, rank, "1f1b", found.plan, job=job), columns_of(found, rank))
 
 
 def captured(logdir, steps, ranks=1):
@@ -99,7 +121,7 @@ def replicated(logdir):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == MANY + 19)
+        board.until(lambda captures: len(captures) == MANY + 22)
         yield board
 
 
@@ -837,6 +859,27 @@ def test_a_file_that_was_cut_short_is_told(tab):
     tab.show("cut/measured", 1)
     assert "missing" not in tab.js("document.querySelector('#notices').textContent")
     assert tab.js("window.fpipe.app.capture.ranks.size") == 2
+
+
+def test_a_rank_that_is_left_out_has_one_notice_and_is_not_drawn(tab):
+    for run, number, problem in (
+        ("damaged", 1, "rank 1 is left out: step 1 in damaged/measured/rank1 is damaged"),
+        ("mixed", 2, "rank 2 is left out: step 1 in mixed/measured/rank2 is of another job than rank 0's"),
+    ):
+        tab.show(f"{run}/measured")
+        (notice,) = tab.js("[...document.querySelectorAll('#notices p')].map(p => p.textContent)")
+        assert notice.startswith(problem)
+        assert sorted(tab.js("[...window.fpipe.app.capture.ranks.keys()]")) == [n for n in range(3) if n != number]
+        assert len(tab.table("bubbles")) == 2
+    tab.forgive("422")
+
+
+def test_a_run_of_which_nothing_can_be_read_has_one_notice(tab):
+    tab.frame.select_option("#run", "ruined/measured")
+    tab.until("() => document.querySelector('#notices').textContent.includes('ranks 0, 1, 2 are left out')")
+    tab.until("() => window.fpipe.app.capture.whatIf === null")
+    assert tab.js("document.querySelectorAll('#notices p').length") == 1
+    tab.forgive("422")
 
 
 def test_a_server_that_is_gone_is_told_and_may_come_back(tab):

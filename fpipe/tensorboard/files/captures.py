@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, chain
@@ -22,6 +22,7 @@ from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.tables import Table
 from fpipe.tensorboard.files.columns import BadColumns, Columns, Header, decode
+from fpipe.tensorboard.files.plans import Plans
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
@@ -67,6 +68,10 @@ def parse_run(run: str) -> RunName | None:
     """
     match = _RUN.fullmatch(run)
     return RunName(match[1] or "", match[2], int(match[3])) if match else None
+
+
+class BadCapture(ValueError):
+    """There is nothing of a step that can be shown. The message is one or more sentences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,49 +130,66 @@ class Capture:
         return float(sizes.max()) if len(sizes) else None
 
 
-def assemble(blobs: Mapping[int, bytes]) -> Capture:
+def assemble(blobs: Mapping[int, bytes], where: Mapping[int, str] | None = None) -> Capture:
     """Assemble a capture from the bytes of its ranks.
 
+    Args:
+        where: rank -> the name of its run or file, for notices.
+
     Raises:
-        BadColumns: no rank's bytes can be read, or no rank computed anything.
+        BadCapture: no rank's bytes can be read, or no rank computed anything.
     """
-    headers, columns, notices = dict[int, Header](), dict[int, Columns](), list[str]()
+    headers, columns, problems, plans = dict[int, Header](), dict[int, Columns](), dict[int, BadColumns](), Plans()
     for rank, blob in sorted(blobs.items()):
         try:
-            header, spans = decode(blob)
+            header, spans = decode(blob, plans)
+            _fit(rank, header, next(iter(headers.values()), header))
         except BadColumns as error:
-            notices.append(f"rank {rank} can't be read: {error}")
-            continue
-        if why := _unfit(rank, header, next(iter(headers.values()), header)):
-            notices.append(f"{why}, and is left out")
+            problems[rank] = error
         else:
             headers[rank], columns[rank] = header, spans
+    notices = list(left_out(problems, where or {}))
     if not headers:
-        raise BadColumns("; ".join(notices) or "there are no ranks")
+        raise BadCapture(" ".join(notices) or "There are no ranks.")
     first = next(iter(headers.values()))
     plan = first.plan
     timeline = Timeline(plan, _spans(plan.ranks, columns), steps=first.steps)
     if not any(timeline.busy):
-        raise BadColumns("nothing was computed")
-    notices += _missing(plan, headers)
+        raise BadCapture("No rank computed anything in this step.")
+    notices += _missing(plan, headers, problems)
     return Capture(headers, columns, timeline, tuple(notices))
 
 
-def _unfit(rank: int, header: Header, first: Header) -> str:
-    """Return why a rank does not belong to the capture of rank `first`; "" if it does."""
+def _fit(rank: int, header: Header, first: Header) -> None:
+    """Raise BadColumns if a rank does not belong to the capture of rank `first`."""
     if header.rank != rank:
-        return f"what should be rank {rank}'s is rank {header.rank}'s"
+        raise BadColumns(f"is rank {header.rank}'s", "Copy the ranks' folders again, each under its own name.")
     if header.plan != first.plan:
-        return f"rank {rank} has another plan than rank {first.rank}"
+        raise BadColumns(f"has another plan than rank {first.rank}'s", _APART)
     if header.steps != first.steps:
-        return f"rank {rank} has {header.steps} steps, rank {first.rank} {first.steps}"
+        raise BadColumns(f"has {header.steps} steps, rank {first.rank} {first.steps}", _APART)
     if header.job != first.job and header.job and first.job:
-        return f"rank {rank} is of another job than rank {first.rank} (each takes a folder of its own)"
-    return ""
+        raise BadColumns(f"is of another job than rank {first.rank}'s", _APART)
 
 
-def _missing(plan: Plan, headers: Mapping[int, Header]) -> list[str]:
-    missing = [str(rank) for rank in range(plan.ranks) if rank not in headers]
+_APART = "Two jobs wrote into one folder: record again, each into a folder of its own."
+
+
+def left_out(problems: Mapping[int, BadColumns], where: Mapping[int, str]) -> Iterator[str]:
+    """Yield a notice for each problem of ranks that are not shown: which ranks, which file, and what to do."""
+    by_problem: dict[tuple[str, str], list[int]] = {}
+    for rank, error in problems.items():
+        by_problem.setdefault((str(error), error.remedy), []).append(rank)
+    for (problem, remedy), ranks in by_problem.items():
+        files = [where[rank] for rank in ranks if rank in where]
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        what = f"{files[0]}{more}" if files else "their file" if len(ranks) > 1 else "its file"
+        verb = "are" if len(ranks) > 1 else "is"
+        yield f"{_ranks(list(map(str, ranks)))} {verb} left out: {what} {problem}. {remedy}"
+
+
+def _missing(plan: Plan, headers: Mapping[int, Header], told: Collection[int]) -> list[str]:
+    missing = [str(rank) for rank in range(plan.ranks) if rank not in headers and rank not in told]
     unsynchronized = [str(rank) for rank, header in headers.items() if header.clock is None]
     notices = []
     if missing:

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +20,37 @@ from numpy.typing import NDArray
 
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.plan import Edges, Placement, Plan
+from fpipe.plan import Plan
 from fpipe.tables import TABLE, Table, fields_of
 from fpipe.tensorboard.files.kinds import COLUMNS, LIMITS, Kind, described, read, rows_of
+from fpipe.tensorboard.files.plans import Plans, TooLarge, as_json
 
 MAGIC = b"FPT1"
 FORMAT = 4
 MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
+MAX_HEADER_BYTES = 1 << 23
+MAX_SPANS = 1 << 22  # of one rank's step
+MAX_KINDS = 256  # what a column of bytes tells apart
 MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
 MAX_BYTES = 1 << 60  # of memory or a message
 _TYPES = ("u1", "u2", "u4", "i4", "f8")
 _STORED = ("start", "end", "from_rank", "from_row", "used", "bytes", "memory_at", "memory")  # `Columns`, after effects
 
 
+COPY = "Copy it again if it is a copy; otherwise record the step again."
+
+
 class BadColumns(ValueError):
-    """The bytes are not the encoded spans of a rank, or are truncated."""
+    """The bytes are not the encoded spans of a rank, or are truncated.
+
+    Args:
+        problem: what follows the name of a file in a sentence, as "is cut short". It is the message.
+        remedy: what to do, as a sentence.
+    """
+
+    def __init__(self, problem: str, remedy: str = COPY) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
 
 
 class Clock(NamedTuple):
@@ -144,23 +161,10 @@ def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[
         index[name] = [column.dtype.str[1:], at, len(column)]
         parts.append(data.ljust(-(-len(data) // 8) * 8, b"\0"))
         at += len(parts[-1])
-    plan = header.plan
     content = vars(header) | {
-        "plan": {
-            "holders": plan.placement.holders,
-            "microbatches": plan.microbatches,
-            "reads": plan.edges.reads,
-            "ties": plan.ties,
-            "replicas": plan.replicas,
-            "gathered": sorted(plan.gathered),
-            "batch_gradients": sorted(plan.batch_gradients),
-            "cotangents": plan.cotangents,
-            "trained": None if plan.trained is None else sorted(plan.trained),
-            "slices": plan.slices,
-            "tokens": plan.tokens,
-        },
+        "plan": as_json(header.plan),
         "format": FORMAT,
-        "ranks": plan.ranks,
+        "ranks": header.plan.ranks,
         "clock": header.clock._asdict() if header.clock else None,
         "kinds": kinds,
         "columns": index,
@@ -170,18 +174,56 @@ def _packed(header: Header, arrays: Mapping[str, NDArray[Any]], kinds: Sequence[
     return gzip.compress(b"".join([MAGIC, len(text).to_bytes(4, "little"), text, *parts]), 6, mtime=0)
 
 
-def decode(data: bytes) -> tuple[Header, Columns]:
+def decode(data: bytes, plans: Plans | None = None) -> tuple[Header, Columns]:
     """Return the arguments of `encode` from its bytes.
+
+    Args:
+        plans: makes the plan, once for all ranks of a job.
 
     Raises:
         BadColumns: `encode` did not write these bytes.
     """
+    return _read(data, plans).spans()
+
+
+def check(data: bytes, plans: Plans | None = None) -> Header:
+    """Return the header of the bytes that `decode` can read, without making their effects.
+
+    Raises:
+        BadColumns: as `decode`.
+    """
+    return _read(data, plans).header
+
+
+class _Read(NamedTuple):
+    """A rank's bytes that have been checked."""
+
+    header: Header
+    kinds: Sequence[Kind]
+    table: Table
+    arrays: Mapping[str, NDArray[Any]]
+
+    def spans(self) -> tuple[Header, Columns]:
+        start, end, from_rank, from_row, used, sizes, at, memory = (self.arrays[name] for name in _STORED)
+        effects = list(_effects(self.kinds, self.arrays))
+        return self.header, Columns(effects, start, end, (from_rank, from_row), used, sizes, (at, memory), self.table)
+
+
+def _read(data: bytes, plans: Plans | None) -> _Read:
     try:
-        return _decoded(_unpacked(data))
+        return _checked(_unpacked(data), Plans() if plans is None else plans)
     except BadColumns:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ScheduleError) as error:
-        raise BadColumns(f"not a rank's spans as fpipe writes them: {error}") from error
+    except TooLarge as error:
+        raise BadColumns(f"can't be shown: {error}", _SMALLER) from error
+    except ScheduleError as error:
+        raise BadColumns(f"is damaged: {shorten(str(error), _MAX_CHARACTERS)}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise BadColumns("is damaged: its header is not as fpipe writes it") from error
+
+
+_MAX_CHARACTERS = 200  # of a reason
+_SMALLER = "Record a smaller step."
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -189,50 +231,52 @@ def _unpacked(data: bytes) -> bytes:
     try:
         raw = unpack.decompress(data, MAX_UNPACKED_BYTES)
     except zlib.error as error:
-        raise BadColumns(f"not a gzip: {error}") from None
+        raise BadColumns("is damaged: its bytes are not what was written") from error
+    if unpack.unconsumed_tail:
+        raise BadColumns(f"unpacks to more than {MAX_UNPACKED_BYTES} bytes, and at most so many are shown", _SMALLER)
     if not unpack.eof:
-        raise BadColumns("cut short, or larger than any timeline")
+        raise BadColumns("is cut short" if data else "is empty, or was deleted")
     return raw
 
 
-def _decoded(raw: bytes) -> tuple[Header, Columns]:
+def _checked(raw: bytes, plans: Plans) -> _Read:
     if raw[:4] != MAGIC:
-        raise BadColumns("it does not begin as fpipe's timelines do")
+        raise BadColumns("is no timeline that fpipe wrote")
     begin = 8 + int.from_bytes(raw[4:8], "little")
+    if begin > MAX_HEADER_BYTES:
+        raise BadColumns(f"is damaged: its header has {begin} bytes, more than {MAX_HEADER_BYTES}")
     content = {"steps": 1} | json.loads(raw[8:begin])
     if content["format"] != FORMAT:
-        raise BadColumns(f"format {content['format']}, of another fpipe: this one reads format {FORMAT}")
-    header, arrays = _header(content), dict[str, NDArray[Any]]()
+        versions = f"in format {content['format']:d}, not {FORMAT}"
+        raise BadColumns(f"was written by another version of fpipe, {versions}", "Read it with that version.")
+    header, arrays = _header(content, plans), dict[str, NDArray[Any]]()
     for name, (kind, at, length) in content["columns"].items():
         if kind not in _TYPES:
-            raise BadColumns(f"a column of {kind!r}")
+            raise BadColumns("is damaged: it has a column of an unknown type")
+        if length > MAX_SPANS and name in ("kind", *COLUMNS):
+            raise BadColumns(f"has {length} effects of one rank, and at most {MAX_SPANS} are shown", _SMALLER)
         arrays[name] = np.frombuffer(raw, np.dtype(kind).newbyteorder("<"), length, begin + at)
-    kinds, table = read(content["kinds"])
+    kinds, table = _kinds(content["kinds"])
     for problem, is_wrong in _problems(header, kinds, arrays):
         if is_wrong:
-            raise BadColumns(problem)
-    start, end, from_rank, from_row, used, sizes, at, memory = (arrays[name] for name in _STORED)
-    effects = list(_effects(kinds, arrays))
-    return header, Columns(effects, start, end, (from_rank, from_row), used, sizes, (at, memory), table)
+            raise BadColumns(f"is damaged: it has {problem}")
+    return _Read(header, kinds, table, arrays)
 
 
-def _header(content: Mapping[str, Any]) -> Header:
-    plan, clock, peak = content["plan"], content["clock"], content["peak"]
+def _kinds(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:
+    if len(descriptions) > MAX_KINDS:
+        raise BadColumns(f"has {len(descriptions)} kinds of effects, and at most {MAX_KINDS} are shown", _SMALLER)
+    try:
+        return read(descriptions)
+    except ValueError as error:
+        raise BadColumns(f"is damaged: {shorten(str(error), _MAX_CHARACTERS)}") from error
+
+
+def _header(content: Mapping[str, Any], plans: Plans) -> Header:
+    clock, peak = content["clock"], content["peak"]
     simple = {field.name: _SIMPLE[field.type] for field in fields(Header) if field.type in _SIMPLE}
     return Header(
-        plan=Plan(
-            Placement([tuple(ranks) for ranks in plan["holders"]]),
-            plan["microbatches"],
-            Edges(plan["reads"]),
-            tuple(map(tuple, plan["ties"])),
-            plan["replicas"],
-            frozenset(map(int, plan["gathered"])),
-            frozenset(map(int, plan.get("batch_gradients", ()))),
-            plan.get("cotangents", "by_consumer"),
-            None if plan.get("trained") is None else frozenset(map(int, plan["trained"])),
-            plan.get("slices", 1),
-            plan.get("tokens", 1),
-        ),
+        plan=plans.plan(content["plan"]),
         clock=None if clock is None else Clock(float(clock["offset"]), float(clock["uncertainty"])),
         peak=None if peak is None else (float(peak[0]), str(peak[1])),
         makespans=tuple(map(float, content["makespans"])),
@@ -257,7 +301,7 @@ def _problems(
     yield f"{len(header.makespans)} makespans of {plan.replicas}", len(header.makespans) not in (0, plan.replicas)
     ranks = {len(each) for each in header.busy}
     yield "busy times of other ranks", len(header.busy) not in (0, plan.replicas) or not ranks <= {plan.ranks}
-    yield f"step {header.step} is out of range", not 0 <= header.step < 10**18
+    yield f"step {header.step}, which is out of range", not 0 <= header.step < 10**18
     count, steps = len(columns["kind"]), header.steps
     yield f"{count} effects of {steps} equal steps", not 1 <= steps <= max(1, count) or count % steps > 0
     yield "a date that is out of range", not 0 <= header.wall < MAX_TIME
@@ -286,7 +330,7 @@ def _problems(
                 numbers = columns[column][rows]
                 yield f"a {name} that the plan doesn't have", (numbers >= getattr(plan, limit)).any()
                 if name == "stage" and kind.cls in TABLE.effects and "value" not in fields_of(kind.cls):
-                    yield f"rank {header.rank} runs a stage that is not on it", not is_here[numbers].all()
+                    yield f"a stage that is not on rank {header.rank}", not is_here[numbers].all()
 
 
 def _effects(kinds: Sequence[Kind], columns: Mapping[str, NDArray[Any]]) -> Iterator[Effect]:

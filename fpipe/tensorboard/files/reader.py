@@ -66,9 +66,11 @@ class Listing:
 
         Raises:
             KeyError: there is no such capture.
-            BadColumns: no rank's records can be read.
+            BadCapture: no rank's records can be read.
         """
-        return assemble({rank: _blob(records) for rank, records in self.captures[key].items()})
+        ranks = self.captures[key]
+        where = {rank: f"step {key.step} in {records[0].file}" for rank, records in ranks.items()}
+        return assemble({rank: _blob(records) for rank, records in ranks.items()}, where)
 
 
 def find(folder: Path | str) -> Listing:

@@ -14,9 +14,13 @@ from fpipe.timelines.what_if import WhatIf
 
 
 def answer(result: WhatIf, capture: Capture) -> dict[str, Any]:
-    """Return what would help as JSON, with the line that names the slowest rank or edge."""
+    """Return what would help as JSON, with the line that names the slowest rank or edge.
+
+    Where ranks are missing, the capture's own notices say so.
+    """
     headline = result.headline(scale_of(result.timeline.makespan, capture.unit))
-    return {"unit": capture.unit, "headline": headline, **result.as_json()}
+    found = {"unit": capture.unit, "headline": headline, **result.as_json()}
+    return found if len(capture.headers) == capture.timeline.plan.ranks else found | {"notices": []}
 
 
 def unknown(capture: Capture) -> dict[str, Any]:

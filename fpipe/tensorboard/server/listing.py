@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fpipe.tensorboard.files.captures import parse_run, parse_tag
+from fpipe.tensorboard.files.plans import MOST_RANKS
 
 
 def listing(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -37,10 +38,11 @@ def _outline(content: bytes) -> dict[str, Any]:
     """Return the writer's summary of a capture, validated; empty values if it is malformed."""
     try:
         summary = json.loads(content)
-        counts = {key: min(max(0, int(summary[name])), 10**9) for key, name in _COUNTS.items()}
+        counts = {key: min(max(0, int(summary[name])), _MOST[key]) for key, name in _COUNTS.items()}
         return {"schedule": str(summary["schedule"]), "unit": str(summary["unit"]), **counts}
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {"schedule": "", "unit": "", **dict.fromkeys(_COUNTS, 0)}
 
 
 _COUNTS = {"expected": "ranks", "stages": "stages", "microbatches": "microbatches"}
+_MOST = {"expected": MOST_RANKS, "stages": 10**9, "microbatches": 10**9}  # the page makes a place for each rank

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
@@ -22,8 +22,9 @@ from werkzeug.exceptions import BadRequest, HTTPException, NotFound, Unprocessab
 from werkzeug.wrappers import Request, Response
 
 from fpipe.errors import ScheduleError
-from fpipe.tensorboard.files.captures import PLUGIN, Capture, assemble, parse_run, parse_tag
-from fpipe.tensorboard.files.columns import BadColumns
+from fpipe.tensorboard.files.captures import PLUGIN, BadCapture, Capture, assemble, left_out, parse_run, parse_tag
+from fpipe.tensorboard.files.columns import BadColumns, check
+from fpipe.tensorboard.files.plans import Plans
 from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank, unknown
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.summary import summary
@@ -77,6 +78,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         self._data = context.data_provider
         self._cache: OrderedDict[Any, _Cached] = OrderedDict()
         self._lock = threading.Lock()
+        self._plans = Plans()
 
     def is_active(self) -> bool:
         """Return False: TensorBoard shows the tab when there are data of `data_plugin_names`."""
@@ -111,8 +113,8 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
                 return query.answer(error.description, "text/plain", code=error.code)
             except NotFoundError:
                 return query.answer("there is no such experiment", "text/plain", code=404)
-            except BadColumns as error:
-                return query.answer(f"the capture can't be read: {error}", "text/plain", code=422)
+            except BadCapture as error:
+                return query.answer(str(error), "text/plain", code=422)
 
         return app
 
@@ -126,8 +128,12 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         if "what" in query.request.args:
             content = imagined_rank(self._shown(query).imagined(query.text("what")), rank)
             return query.answer(content, "application/octet-stream", content_encoding="gzip")
-        blobs = self._blobs(query, run, step, rank)
-        return query.answer(blobs[rank], "application/octet-stream", content_encoding="gzip")
+        blob = self._blobs(query, run, step, rank)[rank]
+        try:
+            check(blob, self._plans)  # the page reads what `assemble` reads, and nothing else
+        except BadColumns as error:
+            raise UnprocessableEntity(" ".join(left_out({rank: error}, _places(run, step, [rank])))) from None
+        return query.answer(blob, "application/octet-stream", content_encoding="gzip")
 
     def _summary(self, query: Query) -> Response:
         shown = self._shown(query)
@@ -221,7 +227,8 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
         key = query.experiment, run, step, written
         with self._lock:
-            cached = self._cache.setdefault(key, _Cached(lambda: self._blobs(query, run, step)))
+            places = _places(run, step, [rank for rank, _ in written])
+            cached = self._cache.setdefault(key, _Cached(lambda: self._blobs(query, run, step), places))
             self._cache.move_to_end(key)
             while len(self._cache) > MAX_CAPTURES:
                 self._cache.popitem(last=False)
@@ -233,6 +240,7 @@ class _Cached:
     """A capture and its summary, computed at first use: with many ranks this takes seconds."""
 
     blobs: Callable[[], dict[int, bytes]]
+    places: Mapping[int, str]
     lock: threading.RLock = field(default_factory=threading.RLock)  # so that requests at the same time compute it once
 
     @property
@@ -269,11 +277,16 @@ class _Cached:
 
     @cached_property
     def _capture(self) -> Capture:
-        return assemble(self.blobs())
+        return assemble(self.blobs(), self.places)
 
     @cached_property
     def _summary(self) -> dict[str, Any]:
         return summary(self.capture)
+
+
+def _places(run: str, step: int, ranks: Iterable[int]) -> dict[int, str]:
+    """Return rank -> the step and the folder in the log directory, for notices."""
+    return {rank: f"step {step} in {run}/rank{rank}" for rank in ranks}
 
 
 def _bytes(tensor: Any) -> bytes:

@@ -14,8 +14,7 @@ export function parse(buffer) {
   }
   const begin = 8 + new DataView(buffer).getUint32(4, true);
   const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, begin)));
-  if (header.format !== 4)
-    throw new Error(`format ${header.format}, of a later fpipe: update the one TensorBoard runs with`);
+  if (header.format !== 4) throw new Error("the server has been updated: load this page again");
   const columns = {};
   for (const [name, [type, offset, length]] of Object.entries(header.columns)) {
     columns[name] = new VIEWS[type](buffer, begin + offset, length);

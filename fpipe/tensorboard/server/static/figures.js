@@ -34,17 +34,19 @@ export class Figures {
     await this._sum(main, "summary", signal);
     if (signal.aborted) return;
     this.sheet.summed();
-    this.notices.tell("summary", main.summary?.notices);
+    if (main.summary) this.notices.tell("summary", main.summary.notices);
+    else main.whatIf = null;
     this._tell();
+    if (!main.summary) return;
     if (other) await this._beside(main, other, signal);
     if (!signal.aborted && !main.large) await this.ask(main, signal);
   }
 
   async _beside(main, other, signal) {
-    await this._compare(main, other, signal);
-    if (signal.aborted) return;
     await this._sum(other, `summary of ${other.label}`, signal);
-    if (!signal.aborted) this.sheet.redraw();
+    if (signal.aborted || !other.summary) return;
+    this.sheet.redraw();
+    await this._compare(main, other, signal);
   }
 
   /** Fetches what would help a capture. */
@@ -65,13 +67,14 @@ export class Figures {
   }
 
   async _sum(capture, what, signal) {
-    if (capture.summary) return;
     try {
-      capture.summary = await routes.summary(capture.entry, signal);
+      capture.summary ??= await routes.summary(capture.entry, signal);
+      if (capture.keep(capture.summary.ranks.map(({ rank }) => rank))) this.sheet.arrange();
     } catch (error) {
       if (signal.aborted) return;
       capture.summary = null;
-      this.notices.failed(what, error.message);
+      if (error.status === 422) this.notices.tell(what, [error.message]);
+      else this.notices.failed(what, error.message);
     }
   }
 

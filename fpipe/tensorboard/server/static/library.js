@@ -91,7 +91,7 @@ export class Library {
         capture.ranks.set(number, new Rank(await routes.rank(entry, number, signal)));
       } catch (error) {
         if (signal.aborted) throw error;
-        capture.lost.set(number, error.message);
+        capture.lost.set(number, error.status === 422 ? null : error.message);
       }
       if (!signal.aborted) arrived(capture);
     });

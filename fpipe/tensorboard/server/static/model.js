@@ -227,7 +227,7 @@ export class Capture {
     this.ranks = new Map();
     this.summary = undefined; // null if it can't be had
     this.whatIf = undefined; // what would help; likewise
-    this.lost = new Map(); // rank that failed to load -> the reason
+    this.lost = new Map(); // rank that failed to load -> the reason; null if the summary tells it
     this.tries = 0;
   }
 
@@ -261,11 +261,21 @@ export class Capture {
   /** The ranks that failed to load, by reason: [ranks, reason]. */
   get failures() {
     const reasons = new Map();
-    for (const [rank, reason] of this.lost) reasons.set(reason, [...(reasons.get(reason) ?? []), rank]);
+    for (const [rank, reason] of this.lost) if (reason) reasons.set(reason, [...(reasons.get(reason) ?? []), rank]);
     return Array.from(reasons, ([reason, ranks]) => [
       `${this.label}, rank${ranks.length > 1 ? "s" : ""} ${ranks.sort((a, b) => a - b).join(", ")}`,
       reason,
     ]);
+  }
+
+  /** Leaves out all ranks but those that the summary has; returns whether there were any. */
+  keep(numbers) {
+    const out = [...this.ranks.keys()].filter((number) => !numbers.includes(number));
+    for (const number of out) {
+      this.ranks.delete(number);
+      this.lost.set(number, null);
+    }
+    return out.length > 0;
   }
 
   /** Sets the send time of each receive; needs all ranks. */

@@ -2,7 +2,13 @@
 
 import { parse } from "./columns.js";
 
-class Refused extends Error {}
+/** @property {number} status of the answer; for ranks and summaries, 422 is a file that the server can't read */
+class Refused extends Error {
+  constructor(reason, status = 0) {
+    super(reason);
+    this.status = status;
+  }
+}
 
 async function answer(route, query, signal) {
   const url = new URL(`./${route}`, import.meta.url);
@@ -16,7 +22,7 @@ async function answer(route, query, signal) {
   }
   if (response.ok) return response;
   const reason = (await response.text()).slice(0, 500).trim();
-  throw new Refused(reason || `${route}: ${response.status} ${response.statusText}`);
+  throw new Refused(reason || `${route}: ${response.status} ${response.statusText}`, response.status);
 }
 
 const json = async (...given) => (await answer(...given)).json();
