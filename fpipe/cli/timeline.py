@@ -11,7 +11,7 @@ import typer
 from fpipe._format import format_bytes, number, percent, scale_of
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, ToFile, counts
-from fpipe.cli.output import attributes, print_json, replacing, show
+from fpipe.cli.output import attributes, print_json, progress, replacing, show
 from fpipe.errors import ScheduleError
 from fpipe.timelines.comparison import Difference, path_segments, path_shares
 
@@ -337,10 +337,11 @@ def _what_if(run: Run, as_json: bool) -> None:
 
 
 def _write(out: Path, run: Run) -> None:
-    from fpipe.tensorboard.server.exports import MissingPackage, save
+    from fpipe.tensorboard.server.exports import LINES_PER_CALL, CantExport, save
 
+    name = f"write {out}"
     try:
-        with replacing(out) as file:
-            save(run.capture, file, run.title)
-    except MissingPackage as error:
+        with replacing(out) as file, progress(name, len(run.capture.timeline.spans) // LINES_PER_CALL) as advance:
+            save(run.capture, file, run.title, lambda: advance(name))
+    except CantExport as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None

@@ -3,11 +3,14 @@
 - A rank is a process. Slices of one track never overlap: overlapping transfers are put on several tracks.
 - A receive is two slices: the wait until its value is sent, and the transfer. An arrow connects the send to it.
 - Times are whole nanoseconds from the first event. If the costs have no unit, one unit is shown as a millisecond.
+- Each effect is a line, written as soon as it is made: besides the timeline, memory has the numbers of one rank.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +19,7 @@ from itertools import chain, count, islice
 from math import isfinite
 from typing import Any, NamedTuple
 
-from fpipe._format import sized
+from fpipe._format import number, sized
 from fpipe.effects import Recv, Send, parts
 from fpipe.tables import fields_of
 from fpipe.timelines.labels import label
@@ -32,7 +35,15 @@ _TRACKS = {
     "fetch": "fetches",
     "host": "host",
 }  # track of the table -> its name in the trace
-_BATCH = 1000  # events in one piece of the output
+_MOST_NS = 1 << 53  # that JSON's numbers have exactly
+_DAYS = _MOST_NS // (86400 * 10**9)
+_COUNTERS = 1000  # in one line
+_Interval = tuple[int, int, int]  # start, end, and the number of what it is
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+
+
+class TooLong(ValueError):
+    """A timeline lasts longer than a trace can count nanoseconds."""
 
 
 class Extras(NamedTuple):
@@ -41,13 +52,13 @@ class Extras(NamedTuple):
     Args:
         bytes: by index in the rank's program, the bytes that a send or receive carries; NaN if unknown.
         used: by the same index, when the first use of a received value began to wait for it; NaN if unknown.
-        memory: (time, live bytes from then on).
+        memory: times, and by the same index the live bytes from then on.
         host: the host's work around the effects: (name, start, end).
     """
 
     bytes: Sequence[float] = ()
     used: Sequence[float] = ()
-    memory: Sequence[tuple[float, float]] = ()
+    memory: tuple[Sequence[float], Sequence[float]] = ((), ())
     host: Sequence[tuple[str, float, float]] = ()
 
 
@@ -96,44 +107,60 @@ class _Trace:
         hosts = (start for extras in self.extras.values() for _, start, _ in extras.host)
         return min(chain(self.timeline.spans.starts, hosts), default=0.0)
 
-    @cached_property
-    def names(self) -> list[tuple[str, int]]:
-        """The name and the rank of each span."""
-        spans, plan = self.timeline.spans, self.timeline.plan
-        return [
-            (label(spans.effects[at], rank, plan, spans.table), rank)
-            for rank in range(plan.ranks)
-            for at in spans.of(rank)
-        ]
+    def check(self) -> None:
+        """Raise TooLong if there are times that are not exact in a trace."""
+        hosts = (end for extras in self.extras.values() for *_, end in extras.host)
+        memory = (at for extras in self.extras.values() for at in extras.memory[0] if isfinite(at))
+        last = max(chain(self.timeline.spans.ends, hosts, memory), default=0.0)
+        if self.ns(last) > _MOST_NS:
+            unit = " s" if self.unit == "s" else ", of which a trace shows each as a millisecond"
+            raise TooLong(
+                f"it lasts {number(last - self.origin)}{unit}, and nanoseconds are exact up to {_DAYS} days: "
+                "take .csv, or a figure"
+            )
+
+    def name(self, rank: int, at: int) -> str:
+        return label(self.timeline.spans.effects[at], rank, self.timeline.plan, self.timeline.table)
 
     def ns(self, time: float) -> int:
         return round((time - self.origin) * (1e9 if self.unit == "s" else 1e6))
 
-    def events(self) -> Iterator[dict[str, object]]:
-        """Yield the events of all ranks. Ids start at 1, because 0 means the idle process or thread."""
+    def lines(self) -> Iterator[list[dict[str, object]]]:
+        """Yield the events of each line. Ids start at 1, because 0 means the idle process or thread."""
         ranks, labels = self.timeline.plan.ranks, ", ".join(self.labels)
         for rank in range(ranks):
-            yield _named("process_name", rank, name=f"rank {rank}")
-            yield _named("process_sort_index", rank, sort_index=rank)
-            yield _named("process_labels", rank, labels=labels)
+            yield [
+                _named("process_name", rank, name=f"rank {rank}"),
+                _named("process_sort_index", rank, sort_index=rank),
+                _named("process_labels", rank, labels=labels),
+            ]
         tracks = count(ranks + 1)  # smaller numbers are those of the ranks' processes
         for rank in range(ranks):
             for (name, lane), track in zip(self._lanes(rank), tracks, strict=False):
-                yield _named("thread_name", rank, name=name) | {"tid": track}
-                yield _named("thread_sort_index", rank, sort_index=track) | {"tid": track}
-                for each in lane:
-                    yield {"pid": rank + 1, "tid": track} | each.event()
-            yield from self._counters(rank)
+                named = _named("thread_name", rank, name=name), _named("thread_sort_index", rank, sort_index=track)
+                yield [event | {"tid": track} for event in named]
+                for slices in lane:
+                    yield [{"pid": rank + 1, "tid": track} | each.event() for each in slices]
+            counters = self._counters(rank)
+            while line := list(islice(counters, _COUNTERS)):
+                yield line
 
-    def _lanes(self, rank: int) -> Iterator[tuple[str, list[_Slice]]]:
-        groups: dict[str, list[list[_Slice]]] = {name: [] for name in _TRACKS.values()}
-        for at in self.timeline.spans.of(rank):
-            groups[_TRACKS[self._track(at)]].append(self._slices(rank, at))
-        for work, start, end in self.extras.get(rank, _NOTHING).host:
-            groups["host"].append([_Slice(_sound(work), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})])
-        for name, group in groups.items():
-            for number, lane in enumerate(_without_overlap(group), 1):
-                yield name if number == 1 else f"{name} {number}", lane
+    def _lanes(self, rank: int) -> Iterator[tuple[str, Iterator[list[_Slice]]]]:
+        """Yield the name of each lane of a rank, and the slices of each of its effects."""
+        spans, groups = self.timeline.spans, dict[str, list[_Interval]]()
+        for at in spans.of(rank):
+            start = self.ns(spans.starts[at])
+            group = groups.setdefault(_TRACKS[self._track(at)], [])
+            group.append((start, max(start, self.ns(spans.ends[at])), at))
+        works = [
+            _Slice(_sound(work), "host", self.ns(start), max(self.ns(start), self.ns(end)), {})
+            for work, start, end in self.extras.get(rank, _NOTHING).host
+        ]
+        groups.setdefault("host", []).extend((work.start, work.end, ~at) for at, work in enumerate(works))
+        for name in _TRACKS.values():
+            for place, lane in enumerate(_without_overlap(groups.get(name, ())), 1):
+                slices = (self._slices(rank, at) if at >= 0 else [works[~at]] for at in lane)
+                yield name if place == 1 else f"{name} {place}", slices
 
     def _track(self, at: int) -> str:
         return self.timeline.table.effects[type(self.timeline.spans.effects[at])].track
@@ -143,9 +170,9 @@ class _Trace:
         spans = self.timeline.spans
         effect, start = spans.effects[at], self.ns(spans.starts[at])
         end = max(start, self.ns(spans.ends[at]))
-        name, args = self.names[at][0], self._args(rank, at)
+        name, args = self.name(rank, at), self._args(rank, at)
         if isinstance(effect, Send):
-            return [_Slice(name, "send", start, end, args, at + 1 if at in self._received else 0)]
+            return [_Slice(name, "send", start, end, args, at + 1 if self._received[at] else 0)]
         if not isinstance(effect, Recv):
             return [_Slice(name, self._track(at), start, end, args)]
         sent = spans.waited[at]
@@ -159,11 +186,14 @@ class _Trace:
         return [wait, transfer]
 
     @cached_property
-    def _received(self) -> set[int]:
-        """The sends that a receive waited for."""
+    def _received(self) -> bytearray:
+        """For each span 1 if a receive waited for it."""
         spans = self.timeline.spans
-        receives = (at for at, effect in enumerate(spans.effects) if isinstance(effect, Recv))
-        return {spans.waited[at] for at in receives}
+        received = bytearray(len(spans))
+        for at, effect in enumerate(spans.effects):
+            if isinstance(effect, Recv) and spans.waited[at] >= 0:
+                received[spans.waited[at]] = 1
+        return received
 
     def _args(self, rank: int, at: int) -> dict[str, object]:
         spans = self.timeline.spans
@@ -175,12 +205,14 @@ class _Trace:
         if row < len(extras.used) and isfinite(extras.used[row]):
             args["first use waits from, µs"] = self.ns(extras.used[row]) / 1000
         if waited >= 0:
-            args["waited for"] = "{} on rank {}".format(*self.names[waited])
+            source = bisect_right(spans.first, waited) - 1
+            args["waited for"] = f"{self.name(source, waited)} on rank {source}"
         return args
 
     def _counters(self, rank: int) -> Iterator[dict[str, object]]:
-        memory: Sequence[tuple[float, float]] = self.extras.get(rank, _NOTHING).memory
-        if not memory and sized(self.timeline.costs):
+        recorded = self.extras.get(rank, _NOTHING).memory
+        memory: Iterable[tuple[float, float]] = zip(*recorded, strict=True)
+        if len(recorded[0]) == 0 and sized(self.timeline.costs):
             memory = self.timeline.memory(rank)
         flight = self.timeline.in_flight(rank)
         for name, unit, steps in (("microbatches in flight", "microbatches", flight), ("memory", "bytes", memory)):
@@ -200,18 +232,18 @@ def _sound(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _without_overlap(group: Iterable[list[_Slice]]) -> list[list[_Slice]]:
-    """Distribute slices over as few lanes as possible without overlap. The slices of one effect stay on one lane."""
-    lanes: list[list[_Slice]] = []
-    free: list[tuple[int, int]] = []  # the end of a lane's last slice, and the lane's index
-    for slices in sorted(group, key=lambda slices: (slices[0].start, slices[-1].end)):
-        if free and free[0][0] <= slices[0].start:
+def _without_overlap(group: Iterable[_Interval]) -> list[array[int]]:
+    """Distribute intervals over as few lanes as possible without overlap, and return the numbers on each."""
+    lanes: list[array[int]] = []
+    free: list[tuple[int, int]] = []  # the end of a lane's last interval, and the lane's index
+    for start, end, at in sorted(group):
+        if free and free[0][0] <= start:
             lane = heappop(free)[1]
         else:
             lane = len(lanes)
-            lanes.append([])
-        lanes[lane] += slices
-        heappush(free, (slices[-1].end, lane))
+            lanes.append(array("q"))
+        lanes[lane].append(at)
+        heappush(free, (end, lane))
     return lanes
 
 
@@ -236,19 +268,28 @@ def chrome_json(
     unit: str = "",
     extras: Mapping[int, Extras] = _NONE,
 ) -> Iterator[str]:
-    """Yield the JSON of a timeline in pieces.
+    """Return the JSON of a timeline, line by line: one for each effect, and few others.
 
     Args:
         timeline: the timeline to export.
         schedule: its name.
         unit: the unit of its times: "s", or none.
         extras: rank -> measured data that the timeline does not contain.
+
+    Raises:
+        TooLong: nanoseconds would not be exact.
     """
     trace = _Trace(timeline, schedule, unit, extras)
+    trace.check()
+    return _json(trace)
+
+
+def _json(trace: _Trace) -> Iterator[str]:
+    unit, schedule = trace.unit, trace.schedule
     header = {"schedule": _sound(schedule), "time": "µs" if unit == "s" else "1000 µs are one unit of time"}
     yield f'{{"displayTimeUnit":"ns","otherData":{json.dumps(header)},"traceEvents":[\n'
-    before, events = "", trace.events()
-    while batch := list(islice(events, _BATCH)):
-        yield before + json.dumps(batch, allow_nan=False, separators=(",", ":"))[1:-1]
+    before = ""
+    for events in trace.lines():
+        yield before + _ENCODER.encode(events)[1:-1]
         before = ",\n"
     yield "\n]}\n"

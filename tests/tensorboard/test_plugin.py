@@ -4,9 +4,11 @@ import gzip
 import json
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from urllib.parse import urlencode
 
 import pytest
 from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, SummaryMetadata
@@ -18,12 +20,15 @@ from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.tensorboard.files import writer as writing
 from fpipe.tensorboard.files.captures import PLUGIN, assemble, columns_of, tag
 from fpipe.tensorboard.files.columns import Header, decode, encode
+from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.server.exports import save
 from fpipe.tensorboard.server.plugin import PipelinePlugin, _Cached
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.what_if import what_if
 from tests.support.board import Board
+from tests.support.tab import large
 
 PLAN = Plan(Placement.v(2), 4)
 TIMELINES = [simulate(schedules.zb_v, PLAN, Costs(forward=1 + n / 10, communication=0.1)) for n in range(3)]
@@ -66,6 +71,9 @@ def board(request, tmp_path_factory):
         folder = logdir / (f"up{number}" if name == ".." else name)
         record(folder, [number])
     forge(logdir / "forged")
+    slow = Costs(forward=1e9, backward_input=1e9, backward_weight=1e9)
+    record(logdir / "ages", [0], simulate(schedules.zb_v, PLAN, slow))
+    large(logdir / "long", 60_000)
     with Writer(logdir / "scalars", "measured", 0) as writer:
         writer.scalar("step/loss", 1.0, 0)
     with Writer(logdir / "lonely", "measured", 1) as writer:
@@ -78,7 +86,7 @@ def board(request, tmp_path_factory):
         record(logdir / "parts", [5], TIMELINES[2])
     with ExitStack() as stack:
         board = stack.enter_context(Board(logdir, fast=request.param == "rust"))
-        board.until(lambda captures: len(captures) == 133)
+        board.until(lambda captures: len(captures) == 135)
         yield board, logdir
 
 
@@ -241,11 +249,47 @@ def test_steps_that_come_later_are_seen(board):
     assert [c["step"] for c in index["captures"] if c["experiment"] == "late"] == [1, 2]
 
 
-@pytest.mark.parametrize(("form", "kind"), [("json", "application/json"), ("csv", "text/csv")])
-def test_a_capture_is_exported(board, form, kind):
-    status, found, body = board[0].get("export", run="many/measured", step=0, format=form)
-    assert (status, found) == (200, kind)
-    assert len(body) > 1000
+@pytest.mark.parametrize(("form", "kind"), [("json", "application/json"), ("csv", "text/csv"), ("png", "image/png")])
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_capture_is_exported(board, form, kind, pack, tmp_path):
+    server, logdir = board
+    if form == "png":
+        pytest.importorskip("matplotlib")
+    query = urlencode({"run": "many/measured", "step": 0, "format": form})
+    request = urllib.request.Request(f"{server.url}data/plugin/fpipe_timeline/export?{query}")
+    if pack:
+        request.add_header("Accept-Encoding", "gzip")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        body = answer.read()
+        assert (answer.headers["Content-Encoding"], answer.headers.get_content_type()) == (
+            "gzip" if pack else None,
+            kind,
+        )
+        assert int(answer.headers["Fpipe-Lines"]) == (0 if form == "png" else len(TIMELINES[0].spans))
+    file = tmp_path / f"timeline.{form}"
+    capture = find(logdir).read(CaptureId("many", "measured", 0))
+    save(capture, file, "measured, step 0, zb_v")
+    assert (gzip.decompress(body) if pack else body) == file.read_bytes()
+
+
+def test_a_trace_that_would_round_times_is_refused(board):
+    status, kind, body = board[0].get("export", run="ages/measured", step=0, format="json")
+    assert (status, kind) == (422, "text/plain")
+    assert body.startswith(b"a trace can't hold this step: it lasts 2.5e+10 s, and")
+    assert board[0].get("export", run="ages/measured", step=0, format="csv")[0] == 200
+
+
+def test_an_export_ends_with_its_client(board):
+    """What is sent is more than the sockets hold, so that the server waits for its client."""
+    server, _ = board
+    query = urlencode({"run": "long/measured", "step": 1, "format": "json"})
+    with urllib.request.urlopen(f"{server.url}data/plugin/fpipe_timeline/export?{query}", timeout=60) as answer:
+        assert answer.read(20) == b'{"displayTimeUnit":"'
+        assert server.get("export", run="many/measured", step=0, format="csv")[0] == 409
+    end = time.monotonic() + 20
+    while server.get("export", run="many/measured", step=0, format="csv")[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def test_the_pages_files_are_served_and_nothing_else():

@@ -770,6 +770,25 @@ def test_exports_are_files(tab, logdir, tmp_path):
         assert re.fullmatch(r"real-measured_step_00000004\.\w+", download.value.suggested_filename)
 
 
+def test_an_export_shows_how_far_it_is_and_can_be_cancelled(tab):
+    tab.page.route("**/export?*", lambda route: None)  # which is never answered
+    tab.frame.click("#export-json")
+    assert tab.text("#export-json") == "Cancel 0%"
+    tab.frame.click("#export-json")
+    tab.until("() => document.querySelector('#export-json').textContent === 'Perfetto'")
+    assert "export" not in tab.js("document.querySelector('#notices').textContent")
+    tab.page.unroute_all()
+    tab.js(
+        "() => { window.shares = []; new MutationObserver(() => window.shares.push("
+        "document.querySelector('#export-json').textContent)).observe("
+        "document.querySelector('#export-json'), { childList: true }) }"
+    )
+    with tab.page.expect_download():
+        tab.frame.click("#export-json")
+    tab.until("() => window.shares.at(-1) === 'Perfetto'")
+    assert tab.js("window.shares.at(-2)") == "Cancel 100%"
+
+
 def boxes(data):
     """How many slices are in a trace of Chrome's."""
     return sum(event["ph"] == "X" for event in json.loads(data)["traceEvents"])

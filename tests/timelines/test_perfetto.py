@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
-from fpipe.effects import Gradient, Recv, Send
+from fpipe.effects import Forward, Gradient, Recv, Send
 from fpipe.tensorboard.files.captures import assemble, columns_of
 from fpipe.tensorboard.files.columns import Header, encode
 from fpipe.tensorboard.server.exports import extras
 from fpipe.timelines.labels import label
-from fpipe.timelines.perfetto import Extras, chrome_json
+from fpipe.timelines.perfetto import Extras, TooLong, chrome_json
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
@@ -255,11 +255,24 @@ def test_a_missing_rank_leaves_the_others_and_no_arrows():
     assert [each for each in found.slices if each.leaves or each.arrives] == []  # all of them led to or from rank 1
 
 
+@pytest.mark.parametrize(("unit", "seconds"), [("s", 2e10), ("", 2e13), ("s", -2e10)])
+def test_times_that_a_trace_would_round_are_refused(unit, seconds):
+    """2e10 s are more than 2**63 nanoseconds, and from 104 days on JSON's numbers are not exact."""
+    plan = Plan(Placement.loop(1), 1)
+    begin, end = min(0.0, seconds), max(0.0, seconds)
+    spans = Spans([0, 1], [Forward(0, 0)], array("d", [begin]), array("d", [end]), array("q", [-1]))
+    with pytest.raises(TooLong, match=r"lasts 2.*, and nanoseconds are exact up to 104 days: take \.csv, or a figure"):
+        chrome_json(Timeline(plan, spans), unit=unit)
+
+
 def test_it_is_written_in_pieces():
     timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(4), 200))
-    pieces = [len(piece) for piece in chrome_json(timeline)]
-    assert len(pieces) > 5
-    assert max(pieces) < sum(pieces) / 3
+    pieces = list(chrome_json(timeline))
+    assert max(map(len, pieces)) < sum(map(len, pieces)) / 3
+    lines = "".join(pieces).splitlines()
+    of_effects = [line for line in lines if '"row":' in line]
+    assert len(of_effects) == len(timeline.spans)  # so that lines say how far it is
+    assert len(lines) < len(of_effects) + 50
     slices = effects(written(timeline))
     assert len(slices) == len(timeline.spans)
     assert {len(each) for each in slices.values()} == {1}

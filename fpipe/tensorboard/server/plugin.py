@@ -27,6 +27,7 @@ from fpipe.tensorboard.files.columns import BadColumns, check
 from fpipe.tensorboard.files.plans import Plans
 from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank, unknown
 from fpipe.tensorboard.server.listing import listing
+from fpipe.tensorboard.server.streams import Turns
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.what_if import WhatIf, what_if
 
@@ -68,6 +69,22 @@ class Query:
         response: Response = http_util.Respond(self.request, content, kind, **more)
         return response
 
+    @property
+    def takes_gzip(self) -> bool:
+        return "gzip" in self.request.headers.get("Accept-Encoding", "")
+
+    def file(self, pieces: Iterable[bytes], kind: str, name: str, lines: int) -> Response:
+        """Return a file that is sent while it is made, with about how many lines it will have; 0 if it has none."""
+        headers = {
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-cache, must-revalidate",
+            "Fpipe-Lines": str(lines),
+        }
+        if self.takes_gzip:
+            headers["Content-Encoding"] = "gzip"
+        return Response(pieces, headers=headers, content_type=kind, direct_passthrough=True)
+
 
 class PipelinePlugin(TBPlugin):  # type: ignore[misc]
     """The plugin; TensorBoard loads it by the entry point `tensorboard_plugins`."""
@@ -78,7 +95,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         self._data = context.data_provider
         self._cache: OrderedDict[Any, _Cached] = OrderedDict()
         self._lock = threading.Lock()
-        self._plans = Plans()
+        self._plans, self._exports = Plans(), Turns()
 
     def is_active(self) -> bool:
         """Return False: TensorBoard shows the tab when there are data of `data_plugin_names`."""
@@ -157,18 +174,21 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         return query.answer(found)
 
     def _export(self, query: Query) -> Response:
-        from fpipe.tensorboard.server.exports import TYPES, MissingPackage, exported
+        from fpipe.tensorboard.server.exports import LINED, TYPES, CantExport, sendable, shortened, streamed
 
         form = query.text("format")
         if form not in TYPES:
             raise BadRequest(f"format= is one of {', '.join(TYPES)}")
         capture = self._shown(query).capture
+        title = f"{capture.kind}, step {capture.step}, {shortened(capture.schedule)}"
         try:
-            content = exported(capture, form)
-        except MissingPackage as error:
+            pieces = streamed(capture, form, title)
+        except CantExport as error:
             raise UnprocessableEntity(str(error)) from None
         name = f"{capture.kind}_step_{capture.step:08}.{form}"
-        return query.answer(content, TYPES[form], headers=[("Content-Disposition", f'attachment; filename="{name}"')])
+        lines = len(capture.timeline.spans) if form in LINED else 0
+        sent = self._exports.begin(sendable(pieces, gzip=query.takes_gzip))
+        return query.file(sent, TYPES[form], name, lines)
 
     # Data
 

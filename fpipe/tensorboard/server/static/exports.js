@@ -8,8 +8,11 @@ const NAME = 60; // characters of the run's name in a file name
 export class Exports {
   constructor(shell, sheet, say, failed) {
     [this.sheet, this.say, this.failed] = [sheet, say, failed];
+    this.button = shell["export-json"];
+    this.title = this.button.textContent;
+    this.making = null; // cancels the trace that is being made
     shell["export-png"].addEventListener("click", () => this._image());
-    shell["export-json"].addEventListener("click", () => this._trace());
+    this.button.addEventListener("click", () => this._trace());
   }
 
   async _image() {
@@ -21,16 +24,30 @@ export class Exports {
     this.say("the image is saved");
   }
 
+  /** Makes a trace, or cancels the one that is being made. */
   async _trace() {
+    if (this.making) return this.making.abort();
     if (!this.sheet.main) return;
-    this.say("making the file");
+    const name = this._name("json");
+    this.making = new AbortController();
+    this.say("making the file; press again to cancel");
     try {
-      download(await routes.exported(this.sheet.main.entry, "json"), this._name("json"));
+      this._told(0);
+      const told = (share) => this._told(share);
+      download(await routes.exported(this.sheet.main.entry, "json", this.making.signal, told), name);
       this.failed(null);
       this.say("the file is saved: open it at ui.perfetto.dev");
     } catch (error) {
-      this.failed(error.message);
+      const ended = this.making.signal.aborted;
+      this.failed(ended ? null : `${error.message}: try again`);
+      if (ended) this.say("the export is cancelled");
     }
+    this.making = null;
+    this.button.textContent = this.title;
+  }
+
+  _told(share) {
+    this.button.textContent = `Cancel ${Math.floor(100 * share)}%`;
   }
 
   _name(ending) {

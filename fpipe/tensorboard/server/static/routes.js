@@ -2,6 +2,8 @@
 
 import { parse } from "./columns.js";
 
+const HELD = 1 << 24; // bytes of an export
+
 /** @property {number} status of the answer; for ranks and summaries, 422 is a file that the server can't read */
 class Refused extends Error {
   constructor(reason, status = 0) {
@@ -50,7 +52,23 @@ export async function rank(entry, number, signal) {
   return parse(await (await answer("rank", { ...named(entry), rank: number }, signal)).arrayBuffer());
 }
 
-/** A capture in another program's format. */
-export async function exported({ run, step }, format) {
-  return (await answer("export", { run, step, format })).blob();
+/**
+ * A capture in another program's format.
+ *
+ * @param {AbortSignal} signal ends it
+ * @param {(share: number) => void} told how much of it is there
+ */
+export async function exported({ run, step }, format, signal, told) {
+  const response = await answer("export", { run, step, format }, signal);
+  const lines = Number(response.headers.get("Fpipe-Lines"));
+  const reader = response.body.getReader();
+  let [parts, bytes, line] = [[], 0, 0];
+  for (let { done, value } = await reader.read(); !done; { done, value } = await reader.read()) {
+    parts.push(value);
+    bytes += value.length;
+    if (bytes > HELD) [parts, bytes] = [[new Blob(parts)], 0]; // which the browser may keep on disk
+    for (let at = value.indexOf(10); at >= 0; at = value.indexOf(10, at + 1)) line += 1;
+    told(lines ? Math.min(1, line / lines) : 0);
+  }
+  return new Blob(parts);
 }
