@@ -137,9 +137,10 @@ LAYOUT = {
     ),
     "fpipe.__main__": "cli",
     "fpipe.tensorboard.files": "_format timelines programs tables plan effects errors",
-    "fpipe.tensorboard.server": "tensorboard.files _format timelines tables effects errors",
+    "fpipe.tensorboard.server": "tensorboard.files flight _format timelines tables effects errors",
     "fpipe.tensorboard.recording": (
-        "tensorboard.files profiling training handlers autodiff stages devices timelines programs plan effects errors"
+        "tensorboard.files flight profiling training handlers autodiff stages devices timelines programs plan effects "
+        "errors"
     ),
 }
 # The one import against the layout: a schedule's name becomes a schedule. It is within a function.

@@ -2,17 +2,18 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json
 from fpipe.cli.output import print_json, show
-from fpipe.flight.explanation import Explanation
 from fpipe.flight.explanation import explain as explained
 from fpipe.flight.format import SUFFIX, folder_of_flights
 from fpipe.flight.reading import Entry, Rank, read
+from fpipe.flight.report import as_json as as_json_of
+from fpipe.flight.runs import copy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _SHOWN = 64  # ranks in the table
 
 
-@verb("fpipe explain", "fpipe explain --last 10", "fpipe explain --json")
+@verb("fpipe explain", "fpipe explain --last 10", "fpipe explain --logdir runs/mine", "fpipe explain --json")
 def explain(
     folder: Annotated[
         Path | None,
@@ -31,6 +32,13 @@ def explain(
         ),
     ] = None,
     last: Annotated[int, typer.Option(min=0, metavar="N", help="Show also the last N records of each rank.")] = 0,
+    logdir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Copy the flight, as it is now, into a run's folder, where the Pipeline tab of TensorBoard shows it.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say which rank a job waits for, or why it has ended.
@@ -40,8 +48,10 @@ def explain(
     """
     flight, ranks = _newest(folder_of_flights() if folder is None else folder)
     explanation = explained(ranks)
+    if logdir is not None:
+        _copy(flight, logdir)
     if as_json:
-        print_json(_as_json(flight, ranks, explanation, last))
+        print_json({"flight": str(flight), **as_json_of(ranks, explanation, last)})
         return
     show(_plain(explanation.text), _table(ranks), *(part for rank in ranks if last for part in _records(rank, last)))
 
@@ -70,27 +80,12 @@ def _written(flight: Path) -> float:
     return max((path.stat().st_mtime for path in flight.glob(f"*{SUFFIX}")), default=0.0)
 
 
-def _as_json(flight: Path, ranks: list[Rank], explanation: Explanation, last: int) -> dict[str, Any]:
-    return {
-        "flight": str(flight),
-        "cause": explanation.kind,
-        "at": list(explanation.ranks),
-        "text": explanation.text,
-        "chains": {str(process): list(chain) for process, chain in explanation.chains.items()},
-        "ranks": [
-            {
-                **{key: getattr(rank, key) for key in ("process", "name", "host", "pid", "state", "outcome", "reason")},
-                "seen": rank.seen / 1e9,
-                "records": [_record(entry) for entry in rank.entries[-max(1, last) :]],
-            }
-            for rank in ranks
-        ],
-    }
-
-
-def _record(entry: Entry) -> dict[str, Any]:
-    end = None if entry.end is None else entry.end / 1e9
-    return {**entry._asdict(), "begin": entry.begin / 1e9, "end": end}
+def _copy(flight: Path, logdir: Path) -> None:
+    try:
+        place = copy(flight, logdir)
+    except OSError as error:
+        raise typer.BadParameter(f"{logdir} can't be written: {error.strerror}", param_hint="--logdir") from None
+    typer.echo(f"copied to {place}", err=True)
 
 
 def _table(ranks: list[Rank]) -> "Table":

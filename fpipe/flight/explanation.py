@@ -50,10 +50,10 @@ def explain(ranks: Sequence[Rank], now: int | None = None) -> Explanation:
 
     Args:
         ranks: one at least; those of other hosts may be missing.
-        now: ns since the epoch; by default the time of this call.
+        now: ns since the epoch; by default that of the last copy among them, else the time of this call.
     """
     known = {rank.process: rank for rank in ranks}
-    clock = time.time_ns() if now is None else now
+    clock = max(rank.copied for rank in ranks) or time.time_ns() if now is None else now
     chains = {process: _chain(process, known) for process, rank in known.items() if rank.wait is not None}
     kind, roots = _cause(known, chains)
     sentences = [*_of_roots(kind, roots, known, clock), *_of_waits(roots, known, chains), *_of_missing(ranks)]

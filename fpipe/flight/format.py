@@ -21,6 +21,10 @@ Outcome = Literal["open", "ended", "lost", "failed"]
 """ended: its handler is used no more. lost: a step can't be finished, for a peer can't. failed: this rank can't."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
+ProcessState = Literal["runs", "stopped", "gone", "silent"]
+"""silent: on another host, and it has not written for a while."""
+STATES: tuple[ProcessState, ...] = get_args(ProcessState)
+
 MAGIC = b"fpipe 1\0"
 CAPACITY = 512  # records
 NUMBER = struct.Struct("<q")
@@ -28,7 +32,8 @@ OUTCOME = struct.Struct("<qB503s")  # its time in ns or 0, which, the reason
 # number from 1; begin, and end of a wait or 0, in ns; step; peer or -1; kind and text
 RECORD = struct.Struct("<qqqii224s")
 UNTIL = 16  # where the end of a wait is in a record
-AT_BEAT, AT_OUTCOME, AT_ABOUT, AT_RECORDS = 8, 32, 544, 2048
+STATE = struct.Struct("<qB")  # of a copy: its time in ns, and the state of the process then
+AT_BEAT, AT_STATE, AT_OUTCOME, AT_ABOUT, AT_RECORDS = 8, 16, 32, 544, 2048
 BYTES = AT_RECORDS + CAPACITY * RECORD.size
 TEXT, REASON = 223, 503  # bytes
 

@@ -9,21 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from fpipe.flight.format import (
     AT_BEAT,
     AT_OUTCOME,
     AT_RECORDS,
+    AT_STATE,
     BYTES,
     KINDS,
     NUMBER,
     OUTCOME,
     OUTCOMES,
     RECORD,
+    STATE,
+    STATES,
     SUFFIX,
     Kind,
     Outcome,
+    ProcessState,
     about_of,
     process_state,
     text_of,
@@ -33,9 +37,6 @@ SILENT = 15e9  # ns after which a process of another host is taken for stopped o
 FORGOTTEN = 86400e9  # ns
 MOST = 1 << 20  # processes of a job
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that a terminal obeys
-
-ProcessState = Literal["runs", "stopped", "gone", "silent"]
-"""silent: on another host, and it has not written for a while."""
 
 
 class Entry(NamedTuple):
@@ -62,12 +63,13 @@ class Rank:
 
     Args:
         process, name, processes: its number, its name, and how many there are.
-        state: of its process, when the file was read.
+        state: of its process, when the file was read; of a copy, when it was made.
         seen: the time when the process last ran, in ns since the epoch.
         entries: the last ones, in order.
         outcome: whether its handler has ended, or a step failed.
         concluded: the time of that, in ns since the epoch; 0 while it is open.
         reason: of a failure.
+        copied: the time of a copy, in ns since the epoch; 0 for the file itself.
     """
 
     process: int
@@ -81,6 +83,7 @@ class Rank:
     outcome: Outcome
     concluded: int
     reason: str
+    copied: int = 0
 
     @property
     def may_run(self) -> bool:
@@ -128,6 +131,7 @@ def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
     (seen,) = NUMBER.unpack_from(content, AT_BEAT)
     concluded, outcome, reason = OUTCOME.unpack_from(content, AT_OUTCOME)
     entries = [entry for _, entry in sorted(_entries(content), key=itemgetter(0))]
+    copied, state = STATE.unpack_from(content, AT_STATE)
     seen = max([seen, concluded, *(max(entry.begin, entry.end or 0) for entry in entries[-1:])])
     return Rank(
         process=process,
@@ -135,12 +139,13 @@ def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
         processes=processes,
         host=_shown(about["host"]),
         pid=int(about["pid"]),
-        state=_state(about, seen),
+        state=STATES[state] if copied else _state(about, seen),
         seen=seen,
         entries=entries,
         outcome=OUTCOMES[outcome] if concluded else "open",
         concluded=concluded,
         reason=_shown(text_of(reason)),
+        copied=copied,
     )
 
 

@@ -52,7 +52,7 @@ class Local:
         ScheduleError: (when a program is compiled) the programs deadlock; the message has the waits of the ranks.
     """
 
-    peers = beside = timeout = None
+    peers = beside = flight = timeout = None
     replays = Alone()
     rank = 0  # the first of those that it plays, as of every handler
     is_first = True

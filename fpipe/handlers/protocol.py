@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import torch
@@ -479,6 +480,10 @@ class Handler(Protocol):
     @property
     def departure(self) -> Departure:
         """Whether the ranks leave after the running step."""
+
+    @property
+    def flight(self) -> Path | None:
+        """The file of the flight recorder of this process; None where there is none, or none yet."""
 
     @property
     def beside(self) -> deque[Span] | None:

@@ -58,7 +58,7 @@ from fpipe.stages.stage import CARRY
 class Reference:
     """Play all ranks of all replicas in this process, and ignore the order of effects."""
 
-    peers = devices = replays = beside = timeout = None
+    peers = devices = replays = beside = flight = timeout = None
     rank = 0
     is_first = True
 

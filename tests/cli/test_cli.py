@@ -829,6 +829,17 @@ def test_explain_names_the_rank_that_others_wait_for(tmp_path):
     assert told("explain", found["flight"])["flight"] == found["flight"]
 
 
+def test_a_flight_is_copied_into_the_folder_of_a_run(tmp_path):
+    found = run("explain", "--logdir", tmp_path / "mine", "--json")
+    (place,) = (tmp_path / "mine" / "flights").iterdir()
+    assert f"copied to {place}" in found.stderr
+    copied, now = told("explain", tmp_path / "mine" / "flights"), json.loads(found.stdout)
+    assert copied["flight"] == str(place)
+    assert (copied["cause"], copied["at"]) == (now["cause"], now["at"])
+    (tmp_path / "file").touch()
+    assert "can't be written" in run("explain", "--logdir", tmp_path / "file", status=2).stderr
+
+
 def test_names_with_brackets_are_shown_as_they_are(tmp_path):
     """rich takes brackets for markup."""
     (tmp_path / "flight").mkdir()

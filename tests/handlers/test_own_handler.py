@@ -20,7 +20,7 @@ from tests.support.combinations import few, thorough
 class Shuffled:
     """Run all ranks in this process; each next effect is one of those that can run, drawn at random."""
 
-    peers = devices = replays = beside = timeout = None
+    peers = devices = replays = beside = flight = timeout = None
 
     def __init__(self, seed):
         self.departure = Departure()

@@ -57,7 +57,7 @@ def ways(*faults):
     return few(each, dict(sorted(each, key=lambda pair: faults.index(pair[0]) % 2 == (pair[1] == "eager"))).items())
 
 
-def step(fault, ranks, handler, rank=None, autodiff="eager"):
+def step(fault, ranks, handler, rank=None, autodiff="eager", observe=None):
     """A function that trains three steps; a wrong argument or an accident comes with the third."""
     calls = 0
 
@@ -97,7 +97,8 @@ def step(fault, ranks, handler, rank=None, autodiff="eager"):
     params = {s: {"w": torch.randn(4, 4)} for s in range(ranks)}
     pipeline = Pipeline([first, guilty, *[layer] * (ranks - 2)], loss if fault in ("aux", "loss dtype") else mse)
     plan = pipeline.plan(Placement.loop(ranks), 4)
-    one = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler, autodiff=autodiff, **options)
+    options = {"handler": handler, "autodiff": autodiff, "observe": observe, **options}
+    one = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, **options)
     own = dict(params) if rank is None else pipeline.params_on(params, plan, rank)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
 
@@ -126,6 +127,13 @@ def step(fault, ranks, handler, rank=None, autodiff="eager"):
 def run(rank, ranks, fault, autodiff="eager", timeout=60.0, compute_timeout=60.0):
     own = handlers.Distributed(timeout=timeout, compute_timeout=compute_timeout)
     return step(fault, ranks, own, rank, autodiff)()
+
+
+def recorded(rank, ranks, fault, logdir):
+    """Three steps, of which a recorder captures the second."""
+    own = handlers.Distributed(timeout=60.0)
+    with fpipe.tensorboard.Recorder(logdir, steps=[1]) as recorder:
+        return step(fault, ranks, own, rank, observe=recorder)()
 
 
 def recover(rank, ranks, fault, autodiff):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import struct
+import time
 from importlib.resources import files
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Gather, Recv, Release, Scatter, Send
+from fpipe.flight.format import AT_STATE, STATE, STATES
+from fpipe.flight.recording import Recording
 from fpipe.tables import LANES, TABLE
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Clock, Header
@@ -74,7 +77,25 @@ def logdir(tmp_path_factory, pools):
     for rank in range(3):
         damage(logdir / "ruined" / "measured" / f"rank{rank}")
     mixed(logdir / "mixed")
+    for run, killed in (("slow", True), ("uneven", False)):
+        crash(logdir / run / "flights" / "20260101-000000-a-1", killed)
     return logdir
+
+
+def crash(folder, killed):
+    """A flight of three ranks, of which the second was killed or goes on, and the others wait for it."""
+    folder.mkdir(parents=True)
+    for rank in range(3):
+        about = {"process": rank, "name": f"rank {rank}", "processes": 3}
+        recording = Recording(folder / f"{rank:06}.flight", about)
+        recording.begin(7)
+        recording.writer("effect", f"Forward(stage={rank}, microbatch=1)")()
+        if rank != 1:
+            recording.waits(f"waiting for Activation(stage=1, microbatch=2) from rank 1 {HOSTILE}", 1)
+        if rank == 1 and killed:
+            content = bytearray(recording.path.read_bytes())
+            STATE.pack_into(content, AT_STATE, time.time_ns(), STATES.index("gone"))
+            recording.path.write_bytes(content)
 
 
 def damage(folder):
@@ -899,6 +920,39 @@ def test_a_run_of_which_nothing_can_be_read_has_one_notice(tab):
     tab.until("() => window.fpipe.app.capture.whatIf === null")
     assert tab.js("document.querySelectorAll('#notices p').length") == 1
     tab.forgive("422")
+
+
+def test_the_last_effects_of_a_crashed_job_are_shown(tab):
+    tab.show("slow/predicted")
+    tab.until("() => document.querySelector('#notices').textContent.includes('is gone and left no reason')")
+    rows = tab.table("flight")
+    assert [row[:2] for row in rows] == [["rank 0", "runs"], ["rank 1", "gone"], ["rank 2", "runs"]]
+    assert rows[1][2:4] == ["7", "Forward(stage=1, microbatch=1)"]
+    assert [row[5] for row in rows] == ["rank 1", "", "rank 1"]
+    assert tab.text("#panel-flight p").startswith("Rank 1 (process ")
+    assert tab.js("document.querySelectorAll('#panel-flight details').length") == 3
+    tab.frame.click("#panel-flight details:nth-of-type(2) summary")
+    last = tab.js("[...document.querySelectorAll('#panel-flight details')][1].innerText")
+    assert "Forward(stage=1, microbatch=1)" in last
+    assert tab.page.evaluate("window.hacked") is None
+    tab.show("other/predicted")
+    tab.until("() => document.querySelector('#tab-flight').hidden")
+    assert "is gone" not in tab.js("document.querySelector('#notices').textContent")
+
+
+def test_a_job_that_runs_has_its_last_effects_without_a_notice(tab):
+    tab.show("uneven/predicted")
+    tab.until("() => !document.querySelector('#tab-flight').hidden")
+    assert tab.text("#notices") == ""
+    tab.table("flight")
+    assert "is at work, and others wait for it" in tab.text("#panel-flight p")
+
+
+def test_a_job_that_crashed_before_it_recorded_a_step_is_shown(chromium, tmp_path):
+    crash(tmp_path / "mine" / "flights" / "20260101-000000-a-1", True)
+    with Board(tmp_path) as board, opened(chromium, board, HASTE) as tab:
+        tab.until("() => document.querySelector('#empty').textContent.includes('is gone and left no reason')")
+        assert tab.js("document.querySelectorAll('#empty tbody tr').length") >= 3
 
 
 def test_a_server_that_is_gone_is_told_and_may_come_back(tab):

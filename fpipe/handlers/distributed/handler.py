@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +167,10 @@ class Distributed:
     @property
     def departure(self) -> Departure:
         return self._setup.departure
+
+    @property
+    def flight(self) -> Path | None:
+        return self._setup.flight
 
     def ranks(self, plan: Plan) -> tuple[int, ...]:
         if plan.ranks != self.size:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -60,6 +61,12 @@ class Setup:
         self._steps = self._steps or self._make()
         self._steps.failures.check()
         return self._steps
+
+    @property
+    def flight(self) -> Path | None:
+        """The file of the flight recorder; None before the ranks are connected, or where there is none."""
+        recording = None if self._steps is None else self._steps.connections.activity.flight
+        return None if recording is None else recording.path
 
     def check(self) -> None:
         """Wait for the device; raise if a peer has failed since."""

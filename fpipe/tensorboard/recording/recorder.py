@@ -29,6 +29,7 @@ from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError
 from fpipe.errors.tracebacks import warn
+from fpipe.flight.runs import link, unlink
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
 from fpipe.profiling.gathering import Step, digest, gathered
 from fpipe.profiling.recording import Recording
@@ -59,6 +60,9 @@ class Recorder(Observer):
     arguments, and `close` together. The first replica of a pipeline writes into `logdir`, and has the curves of every
     step; the others write into `logdir/replica1`, `logdir/replica2`, with the times of their own ranks. A process that
     plays several replicas records the first. A failure here is a warning, and training goes on.
+
+    The files of the flight recorder of `Distributed` are linked into `logdir/flights`, so that after a crash or in a
+    hang the tab shows what each rank did last. `close` removes the links, unless a step has failed.
 
     Args:
         logdir: the folder of this run; `tensorboard --logdir` takes it, or a folder above it.
@@ -183,7 +187,9 @@ class Recorder(Observer):
 
     def on_step_begin(self) -> None:
         job, captured = self._own, self.captures(self.step) and not self._ended
-        job.ran = True
+        if not job.ran:
+            job.ran = True
+            self._link()
         job.recording.on_step_begin()
         self._measures_memory = not self._ended and (self.captures(self.step + 1) or (captured and not job.memory))
         if self._measures_memory:
@@ -210,6 +216,14 @@ class Recorder(Observer):
         self.step += 1
         self._last = now
 
+    def _link(self) -> None:
+        """Link the flight recorder's file into the logdir, where the tab finds it after a failure."""
+        if (flight := self._own.handler.flight) is not None:
+            try:
+                link(flight, self.logdir)
+            except OSError as error:
+                warn(f"the flight recorder is not linked into {self.logdir}: {error}")
+
     def flush(self) -> None:
         """Write everything that is captured, if no peer has failed. All ranks call it."""
         try:
@@ -230,6 +244,8 @@ class Recorder(Observer):
         self._work.close()
         if self._job is not None:
             self._job.files.close()
+            if (flight := self._job.handler.flight) is not None:
+                unlink(flight, self.logdir)
 
     def __enter__(self) -> Recorder:
         return self

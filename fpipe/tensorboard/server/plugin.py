@@ -1,6 +1,7 @@
 """The server of TensorBoard's Pipeline tab: lists captures, sends ranks' spans, and summarizes. No torch.
 
-Names of runs and schedules are only compared with those that TensorBoard lists; none becomes part of a path.
+Names of runs and schedules are only compared with those that TensorBoard lists, and those of flights with those that
+are found; none becomes part of a path.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fpipe.errors import ScheduleError
 from fpipe.tensorboard.files.captures import PLUGIN, BadCapture, Capture, assemble, left_out, parse_run, parse_tag
 from fpipe.tensorboard.files.columns import BadColumns, check
 from fpipe.tensorboard.files.plans import Plans
+from fpipe.tensorboard.server.flights import Flights
 from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank, unknown
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.streams import Turns
@@ -95,11 +97,14 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         self._data = context.data_provider
         self._cache: OrderedDict[Any, _Cached] = OrderedDict()
         self._lock = threading.Lock()
-        self._plans, self._exports = Plans(), Turns()
+        self._plans, self._exports, self._flights = Plans(), Turns(), Flights(getattr(context, "logdir", None) or "")
 
     def is_active(self) -> bool:
-        """Return False: TensorBoard shows the tab when there are data of `data_plugin_names`."""
-        return False
+        """Return whether there are flights; TensorBoard also shows the tab when there are data of `data_plugin_names`.
+
+        A job may hang or crash before it has recorded a step.
+        """
+        return bool(self._flights.listing())
 
     def data_plugin_names(self) -> tuple[str, ...]:
         return (PLUGIN,)
@@ -110,6 +115,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Any]:
         views: dict[str, View] = {
             "/index": PipelinePlugin._index,
+            "/flight": PipelinePlugin._flight,
             "/rank": PipelinePlugin._rank,
             "/summary": PipelinePlugin._summary,
             "/compare": PipelinePlugin._compare,
@@ -138,7 +144,13 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
     # Routes
 
     def _index(self, query: Query) -> Response:
-        return query.answer(listing(self._runs(query)))
+        return query.answer(listing(self._runs(query)) | {"flights": self._flights.listing()})
+
+    def _flight(self, query: Query) -> Response:
+        flight = self._flights.flight(query.text("experiment"), query.text("name"))
+        if flight is None:
+            raise NotFound("there is no such flight any more: the job has ended well, or its files were deleted")
+        return query.answer(flight)
 
     def _rank(self, query: Query) -> Response:
         run, step, rank = query.text("run"), query.number("step"), query.number("rank")

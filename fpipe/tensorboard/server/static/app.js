@@ -5,6 +5,7 @@ import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
 import { Figures } from "./figures.js";
 import { Finder } from "./finder.js";
+import { flightContent, Flights } from "./flights.js";
 import { time } from "./format.js";
 import { borrowFonts, onReload, onTheme } from "./host.js";
 import { listen } from "./input.js";
@@ -42,6 +43,7 @@ export class App {
       this.legend();
       this.tabs.update();
     });
+    this.flights = new Flights(this.notices, () => this._flown());
     this.tabs = new Tabs(shell, () => this.state);
     this.finder = new Finder(shell, this.sheet, (text) => this.say(text));
   }
@@ -126,6 +128,7 @@ export class App {
     this._refreshing = false;
     this.notices.tell("index", [this.unreachable, ...this.library.notices].filter(Boolean));
     await this._resolve();
+    void this._fly();
     const asked = this._asked;
     this._asked = null;
     if (asked) await this.refresh(asked);
@@ -137,6 +140,7 @@ export class App {
     if (change.step != null && change.step !== this.library.steps(this.choice.run).at(-1)?.step)
       this.choice.follow = false;
     await this._resolve();
+    void this._fly();
   }
 
   stepBy(by) {
@@ -151,7 +155,8 @@ export class App {
     const { library, choice, shell } = this;
     shell.empty.hidden = library.entries.length > 0;
     if (!library.entries.length) {
-      shell.empty.replaceChildren(...nothing(this.unreachable));
+      const { shown } = this.flights;
+      shell.empty.replaceChildren(...(shown ? flightContent(shown) : nothing(this.unreachable)));
       this._ready();
       return;
     }
@@ -177,6 +182,17 @@ export class App {
     if (other === "auto" || other?.what) return this.library.predicted(entry);
     const found = other && this.library.find(other.run, other.step);
     return found && !same(found) ? found : null;
+  }
+
+  /** Looks for what the ranks of the shown run's job did last. */
+  _fly() {
+    const entry = this.library.find(this.choice.run, this.choice.step);
+    return this.flights.show(this.library.flights, entry ? entry.experiment : null);
+  }
+
+  _flown() {
+    if (this.library.entries.length) this.tabs.update();
+    else void this._resolve();
   }
 
   async _load(entry, beside) {
@@ -269,7 +285,7 @@ export class App {
     const { sheet, figures, capture, sight } = this;
     return {
       ...{ capture, other: sheet.other, range: sheet.range, sight },
-      ...{ whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
+      ...{ flight: this.flights.shown, whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
       imagine: (what) => this.choose({ other: { run: capture.entry.run, step: capture.entry.step, what } }),
       ...{ ranks: capture?.ranks.size, summary: capture?.summary, answer: figures.answer, names: figures.names },
       select: (spot) => sheet.select(spot, { reveal: true }),

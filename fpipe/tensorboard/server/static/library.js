@@ -28,12 +28,13 @@ export class Library {
   constructor() {
     this.entries = [];
     this.notices = [];
+    this.flights = []; // {experiment, name}, the newest of each experiment first
     this.kept = new Map();
   }
 
   async refresh() {
-    const { captures, notices } = await routes.index();
-    [this.entries, this.notices] = [captures, notices];
+    const { captures, notices, flights = [] } = await routes.index();
+    [this.entries, this.notices, this.flights] = [captures, notices, flights];
   }
 
   get runs() {

@@ -2,6 +2,8 @@
 
 import { element, named } from "./dom.js";
 
+const KEPT = new Set(["index", "flight"]); // sources that are not of the shown captures
+
 export class Notices {
   constructor(shell) {
     this.shell = shell;
@@ -25,7 +27,7 @@ export class Notices {
   /** Clears the notices of the previous captures. */
   clear() {
     this.failures.clear();
-    for (const who of this.told.keys()) if (who !== "index") this.told.delete(who);
+    for (const who of this.told.keys()) if (!KEPT.has(who)) this.told.delete(who);
     this._show();
   }
 

@@ -13,6 +13,7 @@
  * @property {string[]} names of the two
  * @property {{from: number, to: number} | null} range that is measured
  * @property {{from: number, to: number, ranks: number[]} | null} sight the time and the ranks in view, once they rest
+ * @property {object | null} flight what the ranks of the run's newest job did last; null if there is no record of it
  * @property {(spot: {rank: number, row: number}) => void} select selects an effect, and moves it into view
  *
  * @typedef {object} Panel
@@ -28,9 +29,10 @@ import { bubbles } from "./panel_bubbles.js";
 import { critical } from "./panel_critical.js";
 import { difference } from "./panel_difference.js";
 import { effects } from "./panel_effects.js";
+import { flight } from "./panel_flight.js";
 import { range } from "./panel_range.js";
 import { replicas } from "./panel_replicas.js";
 import { whatIf } from "./panel_what_if.js";
 
 /** @type {Panel[]} */
-export const PANELS = [bubbles, whatIf, replicas, critical, difference, range, effects];
+export const PANELS = [bubbles, whatIf, replicas, critical, difference, range, effects, flight];

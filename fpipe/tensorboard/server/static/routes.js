@@ -32,6 +32,9 @@ const json = async (...given) => (await answer(...given)).json();
 /** All captures. */
 export const index = (signal) => json("index", {}, signal);
 
+/** What the ranks of a job did last. */
+export const flight = ({ experiment, name }, signal) => json("flight", { experiment, name }, signal);
+
 /** The parameters that name a capture; with `what`, one in which that is ideal. */
 const named = ({ run, step, what }) => (what ? { run, step, what } : { run, step });
 
