@@ -17,10 +17,11 @@ class Board:
 
     Args:
         fast: whether by the loader in Rust, else by the one in Python.
+        port: of the server; 0 for a free one.
     """
 
-    def __init__(self, logdir, fast=True, reload=1):
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", "0"]
+    def __init__(self, logdir, fast=True, reload=1, port=0):
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logdir), "--port", str(port)]
         command += [
             "--host",
             "127.0.0.1",

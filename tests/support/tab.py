@@ -3,6 +3,7 @@
 import re
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
@@ -74,14 +75,18 @@ def browser():
 
 
 class Tab:
-    """The tab on a page, and what the console said."""
+    """The tab on a page, and what the console said.
 
-    def __init__(self, page, board):
+    Args:
+        state: the part of the address after the tab's name.
+    """
+
+    def __init__(self, page, board, state=""):
         self.page, self.said = page, []
         page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: self.said.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.said.append(str(error)))
-        page.goto(f"{board.url}#fpipe_timeline")
+        page.goto(f"{board.url}#fpipe_timeline{state}")
         self.find()
 
     def find(self):
@@ -123,6 +128,19 @@ class Tab:
     def settled(self, run, step=None):
         """Wait until a run is shown whole."""
         self.until(SETTLED, [run, step])
+
+    def state(self):
+        """What the address says of the tab: name -> text."""
+        parts = [part.split("=", 1) for part in urlsplit(self.page.url).fragment.split("&")[1:]]
+        return {name.removeprefix("p.fpipe_timeline."): unquote(text) for name, text in parts}
+
+    def linked(self, **texts):
+        """Wait until the address says this; None for a name that it lacks."""
+        for _ in range(PATIENCE // 50):
+            if {name: self.state().get(name) for name in texts} == texts:
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"the address never had {texts}: {self.state()}")
 
     def again(self):
         """Load the frame anew, and not the page around it."""
@@ -240,12 +258,12 @@ class Tab:
 
 
 @contextmanager
-def opened(chromium, board, script=""):
+def opened(chromium, board, script="", state="", size=(1400, 900)):
     """The tab on a page of its own, where a script runs before any other; at last, that the console said nothing."""
-    page = chromium.new_page(viewport={"width": 1400, "height": 900})
+    page = chromium.new_page(viewport={"width": size[0], "height": size[1]})
     try:
         page.add_init_script(script)
-        yield (tab := Tab(page, board))
+        yield (tab := Tab(page, board, state))
         assert not tab.said, tab.said
     finally:
         page.close()

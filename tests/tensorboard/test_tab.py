@@ -830,21 +830,6 @@ def test_it_is_dark_where_the_host_is(tab):
     assert lightness() == light
 
 
-@thorough
-def test_a_frame_that_is_loaded_anew_shows_the_same(tab):
-    tab.show("real/measured", 2)
-    tab.press("w")
-    tab.press("w")
-    seen = tab.view()
-    tab.until(
-        "from => sessionStorage.getItem('fpipe.pipeline').includes(from)",
-        str(tab.js("String(window.fpipe.app.sheet.view.from)")),
-    )
-    tab.again()
-    tab.settled("real/measured", 2)
-    assert tab.view() == pytest.approx(seen)
-
-
 # What is hostile, missing, or large
 
 
@@ -965,23 +950,28 @@ def test_a_server_that_is_gone_is_told_and_may_come_back(tab):
     tab.forgive("ERR_INTERNET_DISCONNECTED")
 
 
-def test_a_reload_shows_a_new_step(tab, logdir, board):
+def test_a_new_step_is_listed_and_only_shown_where_the_tab_follows(tab, logdir, board):
     tab.show("grows/measured", 1)
     tab.frame.uncheck("#follow")
+    there = "[...document.querySelectorAll('#step option')].some(o => o.value === '{}')"
     grow(logdir, board, 2)
-    there = "[...document.querySelectorAll('#step option')].some(o => o.value === '2')"
-    assert not tab.js(there)  # it doesn't follow, so that only the button makes it look
+    tab.until(f"() => {there.format(2)}")
+    assert tab.js("Number(document.querySelector('#step').value)") == 1
+    tab.js("Object.defineProperty(document, 'visibilityState', { value: 'hidden', configurable: true })")
+    grow(logdir, board, 3)
+    assert not tab.js(there.format(3))  # a page that nobody sees does not ask
     tab.page.click("app-header-reload button")
-    tab.until(f"() => {there}")
+    tab.until(f"() => {there.format(3)}")
+    tab.js("delete document.visibilityState")
     assert tab.js("Number(document.querySelector('#step').value)") == 1
 
 
 def test_it_follows_a_run(tab, logdir, board):
     tab.show("grows/measured", 1)
     tab.frame.check("#follow")
-    grow(logdir, board, 3)
-    tab.settled("grows/measured", 3)
-    assert tab.js("Number(document.querySelector('#step').value)") == 3
+    grow(logdir, board, 4)
+    tab.settled("grows/measured", 4)
+    assert tab.js("Number(document.querySelector('#step').value)") == 4
 
 
 def grow(logdir, board, step):

@@ -1,5 +1,7 @@
 /** The page: the shown capture, the capture compared with it, and the panels. */
 
+import * as address from "./address.js";
+import * as bookmark from "./bookmark.js";
 import { details, gapDetails } from "./details.js";
 import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
@@ -10,10 +12,10 @@ import { time } from "./format.js";
 import { borrowFonts, onReload, onTheme } from "./host.js";
 import { listen } from "./input.js";
 import { legend } from "./legend.js";
-import { Library, stored } from "./library.js";
+import { Library } from "./library.js";
 import { AXIS } from "./measures.js";
 import { Notices } from "./notices.js";
-import { nothing, options, splitter } from "./panes.js";
+import { drawer, nothing, options, splitter } from "./panes.js";
 import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
 import { Tabs } from "./tabs.js";
@@ -25,11 +27,12 @@ export class App {
   constructor(shell) {
     this.shell = shell;
     this.library = new Library();
-    this.choice = { run: null, step: null, other: "auto", follow: true, ...stored.read().choice };
+    this.choice = bookmark.choice({});
     this.notices = new Notices(shell);
     this.ready = new Promise((done) => (this._ready = done));
     this.sight = null;
     this.rest = settled(() => requestIdleCallbackOr(() => this._rested()), 350);
+    this.link = {}; // the state that is still to be shown, from the address
     this.keep = settled(() => this._store(), 300);
     this.announce = settled(() => this._announce(), 400);
     this.sheet = new Sheet(shell, {
@@ -42,18 +45,20 @@ export class App {
     this.figures = new Figures(shell, this.sheet, this.notices, () => {
       this.legend();
       this.tabs.update();
+      this._idle();
     });
     this.flights = new Flights(this.notices, () => this._flown());
-    this.tabs = new Tabs(shell, () => this.state);
-    this.finder = new Finder(shell, this.sheet, (text) => this.say(text));
+    this.tabs = new Tabs(shell, () => this.state, () => this.keep());
+    this.finder = new Finder(shell, this.sheet, (text) => this.say(text), () => this.keep());
   }
 
   async start() {
-    const { view, colour = "kind", shown } = stored.read();
-    for (const [id, , , , on] of TOGGLES) this.sheet.toggle(id, shown ? shown.includes(id) : on);
-    this.sheet.colouring = this.shell.colour.value = colour;
-    this.shell.follow.checked = this.choice.follow;
     this._wire();
+    this._goTo(address.read());
+    address.onMoved(() => {
+      this._goTo(address.read());
+      void this._resolve();
+    });
     onTheme((dark) => {
       document.documentElement.classList.toggle("dark", dark);
       this.sheet.recolour(dark);
@@ -62,7 +67,6 @@ export class App {
     borrowFonts();
     onReload(() => this.refresh({ again: true }));
     setInterval(() => this._poll(), POLL);
-    this.remembered = view;
     await this.refresh();
   }
 
@@ -83,7 +87,7 @@ export class App {
     const on = (id, event, call) => shell[id].addEventListener(event, call);
     for (const [id] of TOGGLES) on(`toggle-${id}`, "click", () => sheet.toggle(id));
     on("run", "change", () => this.choose({ run: shell.run.value, step: null, other: this.choice.other && "auto" }));
-    on("step", "change", () => this.choose({ step: Number(shell.step.value) }));
+    on("step", "change", () => this.choose({ run: shell.run.value, step: Number(shell.step.value) }));
     on("step-prev", "click", () => this.stepBy(-1));
     on("step-next", "click", () => this.stepBy(1));
     on("follow", "change", () =>
@@ -95,32 +99,39 @@ export class App {
     on("help", "click", () => shell["help-dialog"].showModal());
     const failed = (reason) => this.notices.failed("export", reason);
     new Exports(shell, sheet, (text) => this.say(text), failed);
-    splitter(shell, () => sheet.arrange());
+    this.resize = splitter(shell, () => {
+      sheet.arrange();
+      this.keep();
+    });
+    drawer(shell);
     listen(this);
   }
 
   // The shown capture
 
   _poll() {
-    if (document.visibilityState !== "visible") return;
-    if (this.choice.follow || !this.library.entries.length) void this.refresh({ again: this._lost() });
+    if (document.visibilityState === "visible") void this.refresh({ again: this._lost() });
   }
 
-  /** Whether ranks of the shown captures failed to load and may be retried. */
+  /** Whether parts of the shown captures failed to load and may be retried. */
   _lost() {
-    return [this.sheet.main, this.sheet.other].some((one) => one?.lost.size && one.tries < TRIES);
+    const lost = [this.sheet.main, this.sheet.other].some((one) => one?.lost.size && one.tries < TRIES);
+    return lost || this.figures.unanswered;
   }
 
-  /** Reloads the list of captures; shows a new one in follow mode; with `again`, retries what failed. */
+  /**
+   * Reloads the list of captures; shows a new one in follow mode. With `again`, and once a server that did not answer is
+   * back, retries what failed.
+   */
   async refresh({ again = false } = {}) {
     if (this._refreshing) {
       this._asked = { again: again || Boolean(this._asked?.again) };
       return;
     }
-    if (again && this.notices.failures.size) this.key = null;
     this._refreshing = true;
     try {
       await this.library.refresh();
+      if ((again || this.unreachable) && this.notices.failures.size) this.key = null;
       this.unreachable = null;
     } catch (error) {
       this.unreachable = error.message;
@@ -144,35 +155,51 @@ export class App {
   }
 
   stepBy(by) {
-    const steps = this.library.steps(this.choice.run);
-    const at = steps.findIndex((entry) => entry.step === this.choice.step) + by;
+    if (!this.capture) return;
+    const { run, step } = this.library.find(this.choice.run, this.choice.step) ?? this.capture.entry;
+    const steps = this.library.steps(run);
+    const at = steps.findIndex((entry) => entry.step === step) + by;
     if (at < 0 || at >= steps.length) return this.say(by > 0 ? "the last step" : "the first step");
-    return this.choose({ step: steps[at].step });
+    return this.choose({ run, step: steps[at].step });
   }
 
-  /** Adjusts the choice to existing captures, and shows it if it has changed. */
+  /** Shows the chosen capture, if it is another than before. */
   async _resolve() {
-    const { library, choice, shell } = this;
-    shell.empty.hidden = library.entries.length > 0;
-    if (!library.entries.length) {
-      const { shown } = this.flights;
-      shell.empty.replaceChildren(...(shown ? flightContent(shown) : nothing(this.unreachable)));
-      this._ready();
-      return;
+    const { library, capture, shell } = this;
+    const entry = this._entry();
+    const shown = entry ?? capture?.entry;
+    shell.empty.hidden = Boolean(shown);
+    if (!shown) {
+      const { shown: flight } = this.flights;
+      shell.empty.replaceChildren(...(flight ? flightContent(flight) : nothing(this.unreachable)));
+      return this._ready();
     }
-    if (!library.runs.includes(choice.run)) [choice.run, choice.step] = [library.latest.run, null];
-    const steps = library.steps(choice.run);
-    const newest = steps.at(-1).step;
-    const came = this.newest?.run === choice.run && newest > this.newest.step;
-    this.newest = { run: choice.run, step: newest };
-    if (!library.find(choice.run, choice.step) || (choice.follow && came)) choice.step = newest;
-    const entry = library.find(choice.run, choice.step);
-    const other = this._other(entry);
-    this._selectors(entry, other);
+    const absent = !library.find(this.choice.run, this.choice.step);
+    this.notices.tell("choice", absent ? [missing(this.choice, entry)] : []);
+    const other = entry ? this._other(entry) : this.sheet.other?.entry;
+    this._selectors(shown, other ?? null);
     const key = JSON.stringify([entry, other]);
-    if (key === this.key) return;
-    this.key = key;
+    if (!entry || key === this.key) return this.loaded && this._recall();
+    [this.key, this.loaded] = [key, false];
     await this._load(entry, other);
+  }
+
+  /**
+   * The capture to show: the chosen one, the newest in its place if it is not listed, or null to keep what is shown:
+   * a server that was started again lists its captures one by one.
+   */
+  _entry() {
+    const { library, choice } = this;
+    choice.run ??= library.latest?.run ?? null;
+    const steps = library.steps(choice.run);
+    const last = steps.at(-1)?.step ?? null;
+    const before = this.newest?.run === choice.run ? this.newest.step : null;
+    const came = before !== null && last > before;
+    if (last !== null) this.newest = { run: choice.run, step: Math.max(last, before ?? last) };
+    if (choice.step === null || (choice.follow && came)) choice.step = last;
+    const shown = this.capture?.entry;
+    if (shown?.run === choice.run && shown.step === choice.step) return library.find(choice.run, choice.step);
+    return library.find(choice.run, choice.step) ?? steps.at(-1) ?? library.latest;
   }
 
   _other(entry) {
@@ -191,8 +218,56 @@ export class App {
   }
 
   _flown() {
-    if (this.library.entries.length) this.tabs.update();
-    else void this._resolve();
+    this.tabs.update();
+    if (!this.capture) void this._resolve();
+  }
+
+  /** Takes over the state of a link; what needs its capture waits until that is shown. */
+  _goTo(link) {
+    const { sheet, shell } = this;
+    this.link = link;
+    this.choice = bookmark.choice(link);
+    shell.follow.checked = this.choice.follow;
+    const shown = bookmark.shown(link);
+    for (const [id] of TOGGLES) sheet.toggle(id, shown.has(id));
+    shell.colour.value = link.colour ?? "kind";
+    if (!shell.colour.value) shell.colour.value = "kind";
+    sheet.colouring = shell.colour.value;
+    shell.search.value = link.search ?? "";
+    this.tabs.choose(link.tab);
+  }
+
+  /** Shows the rest of a link's state, now that its capture is there. */
+  _recall() {
+    const { link, sheet, capture } = this;
+    this.link = null;
+    if (!link || !capture) return;
+    const [view, range] = ["view", "range"].map((name) => bookmark.span(link, name));
+    const folded = bookmark.folded(link);
+    this.resize(bookmark.height(link));
+    sheet.reset(folded);
+    if (view) sheet.view.show(...view);
+    else sheet.view.fit();
+    if (range) {
+      sheet.measure(...range);
+      sheet.measured();
+    }
+    const effect = bookmark.effect(link);
+    if (effect && sheet.of(effect)) sheet.select(effect);
+    this.wanted = bookmark.idle(link);
+    this.tabs.choose(link.tab); // a range has opened its own
+    sheet.redraw();
+    this._idle();
+  }
+
+  /** Selects the idle time of a link, once the summary lists those of its rank. */
+  _idle() {
+    const { wanted, sheet } = this;
+    const gaps = wanted && sheet.of(wanted)?.gaps(wanted.rank);
+    if (!gaps) return;
+    this.wanted = null;
+    const at = gaps.start.indexOf(wanted.start);
+    if (at >= 0) sheet.selectGap({ ...wanted, end: gaps.end[at], cause: gaps.cause[at] });
   }
 
   async _load(entry, beside) {
@@ -222,8 +297,8 @@ export class App {
     }
     if (signal.aborted) return;
     sheet.show(main, other, true);
-    if (this.remembered) sheet.view.show(...this.remembered);
-    this.remembered = null;
+    this.loaded = true;
+    this._recall();
     sheet.draw(true);
     shell.progress.hidden = true;
     for (const one of [main, other]) for (const [what, reason] of one?.failures ?? []) notices.failed(what, reason);
@@ -232,7 +307,7 @@ export class App {
     this.finder.search();
     this._selected(sheet.selected);
     this.rest();
-    this._store();
+    this.keep();
     this.say(`${main.label}: ${main.ranks.size} rank${main.ranks.size === 1 ? "" : "s"}, ${main.size} effects`);
     this._ready();
     await figures.show(main, other, signal);
@@ -253,8 +328,9 @@ export class App {
 
   _selectors(entry, other) {
     const { shell, library, choice } = this;
-    const runs = library.runs.map((run) => [run, run]);
-    const steps = library.steps(entry.run);
+    const runs = [...new Set([...library.runs, entry.run])].map((run) => [run, run]);
+    const listed = library.steps(entry.run);
+    const steps = listed.some(({ step }) => step === entry.step) ? listed : [...listed, entry];
     const numbers = steps.map(({ step }) => [String(step), String(step)]);
     options(shell.run, runs, entry.run);
     options(shell.step, numbers, String(entry.step));
@@ -272,6 +348,7 @@ export class App {
 
   _selected(spot) {
     const place = this.shell.details;
+    this.keep();
     if (!spot && !this.sheet.idle) {
       place.replaceChildren(element("p", { class: "faint" }, "Click an effect or idle time, or move to one with , and . or g."));
       return;
@@ -294,6 +371,7 @@ export class App {
 
   _ranged(range) {
     this.tabs.update();
+    this.keep();
     if (range) this.say(`range of ${time(range.to - range.from, this.capture.unit)}`);
   }
 
@@ -322,7 +400,7 @@ export class App {
     this.sheet.colouring = this.shell.colour.value;
     this.sheet.redraw();
     this.legend();
-    this._store();
+    this.keep();
   }
 
   legend() {
@@ -335,14 +413,15 @@ export class App {
   }
 
   _store() {
-    const { view, colouring, shown } = this.sheet;
-    stored.write({
-      choice: this.choice,
-      view: view.fitted ? null : [view.from, view.to],
-      colour: colouring,
-      shown: [...shown],
-    });
+    if (!this.link && this.capture) address.write(bookmark.texts(this));
   }
+}
+
+/** The notice of a chosen capture that is not listed. */
+function missing({ run, step }, instead) {
+  const what = step === null ? run : `${run}, step ${step}`;
+  const then = instead ? `${instead.run}, step ${instead.step}, is shown until it is` : "what was loaded of it stays";
+  return `${what}: not listed at present; ${then}`;
 }
 
 /** The reason why two captures have no common axis. */

@@ -21,6 +21,7 @@ export class Figures {
   constructor(shell, sheet, notices, changed) {
     [this.shell, this.sheet, this.notices, this.changed] = [shell, sheet, notices, changed];
     this.answer = null; // of the comparison
+    this.unanswered = false; // whether the server was not there for some of the figures
   }
 
   /** Forgets the previous captures' comparison. */
@@ -31,6 +32,7 @@ export class Figures {
 
   /** Fetches the figures; this may take longer than the drawing. */
   async show(main, other, signal) {
+    this.unanswered = false;
     await this._sum(main, "summary", signal);
     if (signal.aborted) return;
     this.sheet.summed();
@@ -59,7 +61,7 @@ export class Figures {
     } catch (error) {
       if (!signal?.aborted) {
         capture.whatIf = null;
-        this.notices.failed("what would help", error.message);
+        this._failed("what would help", error);
       }
     }
     capture.asked = false;
@@ -74,7 +76,7 @@ export class Figures {
       if (signal.aborted) return;
       capture.summary = null;
       if (error.status === 422) this.notices.tell(what, [error.message]);
-      else this.notices.failed(what, error.message);
+      else this._failed(what, error);
     }
   }
 
@@ -83,12 +85,17 @@ export class Figures {
     try {
       answer = await routes.compare(main.entry, other.entry, signal);
     } catch (error) {
-      if (!signal.aborted) this.notices.failed("comparison", error.message);
+      if (!signal.aborted) this._failed("comparison", error);
     }
     if (signal.aborted || !answer) return;
     this.answer = answer;
     this.notices.tell("comparison", answer.notices);
     this._tell();
+  }
+
+  _failed(what, error) {
+    this.unanswered ||= error instanceof routes.Unanswered;
+    this.notices.failed(what, error.message);
   }
 
   _tell() {

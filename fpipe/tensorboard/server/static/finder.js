@@ -6,8 +6,8 @@ import { Matches, parseQuery } from "./search.js";
 const PAUSE = 150; // milliseconds after the last key until the search starts
 
 export class Finder {
-  constructor(shell, sheet, say) {
-    [this.shell, this.sheet, this.say] = [shell, sheet, say];
+  constructor(shell, sheet, say, searched) {
+    [this.shell, this.sheet, this.say, this.tell] = [shell, sheet, say, searched];
     this.searched = "";
     const search = settled(() => this.search(), PAUSE);
     shell.search.addEventListener("input", search);
@@ -32,6 +32,7 @@ export class Finder {
     sheet.matches = query && new Matches(sheet.main, query);
     this._count();
     sheet.redraw();
+    this.tell();
   }
 
   _count() {

@@ -29,6 +29,9 @@ export function onTheme(changed) {
   tell();
 }
 
+/** The window whose address the user sees: TensorBoard's; the frame's own if that has another origin. */
+export const addressed = () => (hostBody() ? window.parent : window);
+
 function hostBody() {
   try {
     return window.parent === window ? null : window.parent.document.body;

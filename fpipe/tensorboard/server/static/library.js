@@ -1,28 +1,9 @@
-/** The list of captures, the cache of fetched ones, and the stored choice. */
+/** The list of captures, and the cache of fetched ones. */
 
 import { Capture, Rank } from "./model.js";
 import * as routes from "./routes.js";
 
 const KEPT = 4; // captures in memory
-const STORED = "fpipe.pipeline";
-
-/** State that survives a reload of the frame. */
-export const stored = {
-  read() {
-    try {
-      return JSON.parse(sessionStorage.getItem(STORED)) ?? {};
-    } catch {
-      return {};
-    }
-  },
-  write(state) {
-    try {
-      sessionStorage.setItem(STORED, JSON.stringify(state));
-    } catch {
-      // the browser stores nothing: start without a stored choice
-    }
-  },
-};
 
 export class Library {
   constructor() {

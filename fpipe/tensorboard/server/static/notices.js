@@ -2,7 +2,7 @@
 
 import { element, named } from "./dom.js";
 
-const KEPT = new Set(["index", "flight"]); // sources that are not of the shown captures
+const LASTING = new Set(["index", "choice", "flight"]); // sources that are not of the shown captures
 
 export class Notices {
   constructor(shell) {
@@ -27,7 +27,7 @@ export class Notices {
   /** Clears the notices of the previous captures. */
   clear() {
     this.failures.clear();
-    for (const who of this.told.keys()) if (!KEPT.has(who)) this.told.delete(who);
+    for (const who of this.told.keys()) if (!LASTING.has(who)) this.told.delete(who);
     this._show();
   }
 

@@ -35,11 +35,25 @@ export function nothing(unreachable) {
   ];
 }
 
-/** The splitter between timeline and tables, moved by pointer or keys. */
+/** The button that opens the marks and the legend where the window is too low to have them in sight. */
+export function drawer({ marks, extras }) {
+  const set = (open) => marks.setAttribute("aria-expanded", String(open));
+  marks.addEventListener("click", () => set(marks.getAttribute("aria-expanded") === "false"));
+  document.addEventListener("pointerdown", ({ target }) => marks.contains(target) || extras.contains(target) || set(false));
+  document.addEventListener("keydown", ({ key }) => key === "Escape" && set(false));
+}
+
+const LEAST = 60; // pixels of the tables
+
+/**
+ * The splitter between timeline and tables, moved by pointer or keys.
+ *
+ * @returns {(tall: number | null) => void} sets the height of the tables; null for the usual one
+ */
 export function splitter(shell, changed) {
   const set = (tall) => {
-    const most = shell.page.clientHeight - 220;
-    shell.below.style.flexBasis = `${Math.max(60, Math.min(tall, most))}px`;
+    const most = Math.max(LEAST, shell.page.clientHeight - 220);
+    shell.below.style.flexBasis = tall === null ? "" : `${Math.max(LEAST, Math.min(tall, most))}px`;
     changed();
   };
   shell.splitter.addEventListener("pointerdown", (event) => {
@@ -50,4 +64,5 @@ export function splitter(shell, changed) {
     const by = { ArrowUp: 24, ArrowDown: -24 }[event.key];
     if (by) set(shell.below.clientHeight + by);
   });
+  return set;
 }

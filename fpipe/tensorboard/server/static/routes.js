@@ -12,6 +12,9 @@ class Refused extends Error {
   }
 }
 
+/** The server was not there. */
+export class Unanswered extends Refused {}
+
 async function answer(route, query, signal) {
   const url = new URL(`./${route}`, import.meta.url);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, String(value));
@@ -20,7 +23,7 @@ async function answer(route, query, signal) {
     response = await fetch(url, { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused(`TensorBoard does not answer (${error.message}): is it still running?`);
+    throw new Unanswered(`TensorBoard does not answer (${error.message}): is it still running?`);
   }
   if (response.ok) return response;
   const reason = (await response.text()).slice(0, 500).trim();

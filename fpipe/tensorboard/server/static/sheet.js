@@ -55,9 +55,7 @@ export class Sheet {
       this.range = this.selected = this.idle = this.matches = this.path = null;
       this.chain = [];
       if (main.entry.run !== this.main?.entry.run) this.view.forget();
-      const folded = main.entry.ranks.length > UNFOLDED;
-      if (folded !== this._folded) this.collapsed = new Set(folded ? main.entry.ranks : []);
-      this._folded = folded;
+      if (!this.main || count(main.entry) !== count(this.main.entry)) this.collapsed = usual(main.entry);
     }
     if (other !== this.other && this.selected?.other) this.selected = null;
     if (other !== this.other && this.idle?.other) this.idle = null;
@@ -127,6 +125,7 @@ export class Sheet {
   fold(number) {
     if (!this.collapsed.delete(number)) this.collapsed.add(number);
     this.arrange();
+    this.tell.viewed();
     this.tell.say(`rank ${number} is ${this.collapsed.has(number) ? "folded" : "unfolded"}`);
   }
 
@@ -134,6 +133,22 @@ export class Sheet {
   foldAll(fold = this.layout.groups.some((one) => !one.collapsed)) {
     this.collapsed = new Set(fold ? this.layout.groups.map((one) => one.number) : []);
     this.arrange();
+    this.tell.viewed();
+  }
+
+  /** Forgets range and selection; folds these ranks, by default those that start folded, and no others. */
+  reset(folded) {
+    this.range = null;
+    this.tell.ranged(null);
+    this.select(null);
+    this.collapsed = new Set(folded ?? usual(this.main.entry));
+    this.arrange();
+  }
+
+  /** The folded ranks; null if they are those that start folded. */
+  get folding() {
+    const own = this.main && usual(this.main.entry);
+    return own && own.symmetricDifference(this.collapsed).size ? this.collapsed : null;
   }
 
   /** Sets the critical path from the summary, when that has arrived. */
@@ -325,3 +340,8 @@ export class Sheet {
     return new Promise((done) => both.toBlob(done, "image/png")); // null if it is too large
   }
 }
+
+const count = ({ expected, ranks }) => expected || ranks.length;
+
+/** The ranks that start folded. */
+const usual = ({ ranks }) => new Set(ranks.length > UNFOLDED ? ranks : []);

@@ -135,8 +135,13 @@ function band() {
     "div",
     { class: "band" },
     element("div", { id: "headline" }),
-    element("div", { class: "chips", role: "group", "aria-label": "Shown" }, ...toggles),
-    element("div", { id: "legend", "aria-label": "Legend" }),
+    button("marks", "Marks", "what is shown, and the legend", { "aria-expanded": "false", "aria-controls": "extras" }),
+    element(
+      "div",
+      { id: "extras" },
+      element("div", { class: "chips", role: "group", "aria-label": "Shown" }, ...toggles),
+      element("div", { id: "legend", "aria-label": "Legend" }),
+    ),
   );
 }
 

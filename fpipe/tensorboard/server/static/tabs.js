@@ -4,9 +4,12 @@ import { element } from "./dom.js";
 import { PANELS } from "./panels.js";
 
 export class Tabs {
-  /** @param {() => import("./panels.js").State} state */
-  constructor(shell, state) {
-    [this.shell, this.state] = [shell, state];
+  /**
+   * @param {() => import("./panels.js").State} state
+   * @param {() => void} opened called when another panel is opened
+   */
+  constructor(shell, state, opened) {
+    [this.shell, this.state, this.tell] = [shell, state, opened];
     this.filled = new Map(); // panel -> the state that it shows
     this.panes = new Map(PANELS.map((panel) => [panel, this._pane(panel)]));
     shell.tabs.append(...Array.from(this.panes.values(), ({ tab }) => tab));
@@ -33,6 +36,16 @@ export class Tabs {
     this.panes.get(next).tab.focus();
   }
 
+  /** The name of the open panel; null if it is the first. */
+  get chosen() {
+    return this.opened === PANELS[0] ? null : this.opened.id;
+  }
+
+  /** Opens the panel of a name, if there is one; else the first. */
+  choose(name) {
+    this.open(PANELS.find(({ id }) => id === name) ?? PANELS[0]);
+  }
+
   open(panel) {
     this.opened = panel;
     for (const [one, { tab, place }] of this.panes) {
@@ -41,6 +54,7 @@ export class Tabs {
       place.hidden = one !== panel;
     }
     this.update();
+    this.tell();
   }
 
   /** Fills the open panel, if a part of the state that it shows has changed. */

@@ -1,0 +1,243 @@
+"""The Pipeline tab in a real browser: links to it, servers that were started again, small windows."""
+
+import dataclasses
+import functools
+import json
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.tensorboard.files.captures import columns_of
+from fpipe.tensorboard.files.columns import Header
+from fpipe.tensorboard.files.writer import Writer, write
+from tests.support.board import Board
+from tests.support.combinations import thorough
+from tests.support.tab import CHROMIUM, HASTE, browser, opened
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
+]
+RANKS, MICROBATCHES = 4, 6
+STEPS = range(1, 9)
+COSTS = Costs(1e-3, backward=2e-3, communication=1e-4)
+
+
+def step_of(**more):
+    """A step of 1F1B, in seconds."""
+    return simulate(
+        schedules.one_f_one_b, Plan(Placement.loop(RANKS), MICROBATCHES), dataclasses.replace(COSTS, **more)
+    )
+
+
+def record(logdir, steps):
+    """Write measured steps: {step: timeline}."""
+    for rank in range(RANKS):
+        with Writer(logdir, "measured", rank) as writer:
+            for step, timeline in steps.items():
+                columns = columns_of(timeline, rank)
+                writer.timeline(Header("measured", step, rank, "1f1b", timeline.plan), columns)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as chromium:
+        yield chromium
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory):
+    logdir = tmp_path_factory.mktemp("runs")
+    record(logdir / "one", {step: step_of() for step in STEPS})
+    write(logdir / "one", step_of(), schedule="1f1b", unit="s")
+    return logdir
+
+
+@pytest.fixture(scope="module")
+def board(logdir):
+    with Board(logdir) as board:
+        board.until(lambda captures: len(captures) == len(STEPS) + 1)
+        yield board
+
+
+@pytest.fixture(scope="module")
+def shared(chromium, board):
+    """One page for the tests that leave it as they find it."""
+    with opened(chromium, board, HASTE) as tab:
+        yield tab
+
+
+@pytest.fixture
+def tab(shared):
+    shared.frame.fill("#search", "")
+    shared.show("one/measured", 4, other="one/predicted")
+    for key in ("Escape", "Escape", "0"):  # the range, the selection, the zoom
+        shared.press(key)
+    shared.frame.click("#tab-bubbles")
+    return shared
+
+
+# Links
+
+
+def answered(route, body):
+    route.fulfill(body=body)
+
+
+SEEN = """() => {
+    const { sheet, shell, capture, tabs } = window.fpipe.app;
+    const { view, range, selected, idle, collapsed, other } = sheet;
+    return {
+        shown: [capture.label, other?.label], view: [view.from, view.to], range, selected, idle,
+        collapsed: [...collapsed].sort(), search: shell.search.value, found: sheet.matches?.count,
+        tab: tabs.opened.id, height: shell.below.clientHeight, colour: sheet.colouring, marks: [...sheet.shown].sort(),
+        follow: shell.follow.checked,
+    };
+}"""
+
+
+def fragment(tab):
+    return "&" + urlsplit(tab.page.url).fragment.split("&", 1)[1]
+
+
+def test_a_link_opens_the_same(tab, chromium, board):
+    """Run, step, beside, part, range, selection, search, folding, colours, marks, panel, and height of the tables."""
+    tab.show("one/measured", 3, other="one/measured, step 5")
+    tab.press("w")
+    tab.press("d")
+    tab.js("window.fpipe.app.sheet.measure(0.004, 0.009)")
+    tab.js("window.fpipe.app.sheet.measured()")
+    tab.js("window.fpipe.app.sheet.select({ rank: 2, row: 7, other: false })")
+    tab.js("window.fpipe.app.sheet.fold(1)")
+    tab.frame.fill("#search", "kind=B mb=1,2")
+    tab.frame.select_option("#colour", "stage")
+    tab.frame.click("#toggle-arrows")
+    tab.frame.click("#tab-critical")
+    tab.frame.focus("#splitter")
+    tab.page.keyboard.press("ArrowUp")
+    tab.until("() => window.fpipe.app.finder.searched === 'kind=B mb=1,2'")
+    tab.linked(run="one/measured", step="3", beside="one/measured", beside_step="5", effect="2,7", folded="1")
+    tab.linked(search="kind=B mb=1,2", range="0.004,0.009", colour="stage", tab="critical", follow="no")
+    seen = tab.js(SEEN)
+    assert seen["height"] > 100
+    assert len(seen["collapsed"]) == 1
+    assert seen["found"] > 0
+    with opened(chromium, board, HASTE, fragment(tab)) as other:
+        other.settled("one/measured", 3)
+        assert other.js(SEEN) == seen
+    tab.again()
+    tab.settled("one/measured", 3)
+    assert tab.js(SEEN) == seen
+    tab.page.evaluate("location.hash = 'fpipe_timeline&p.fpipe_timeline.run=' + encodeURIComponent('one/predicted')")
+    tab.settled("one/predicted")
+    seen = tab.js(SEEN)
+    assert (seen["range"], seen["selected"], seen["search"], seen["collapsed"], seen["tab"]) == (
+        None,
+        None,
+        "",
+        [],
+        "bubbles",
+    )
+    assert seen["follow"]
+    assert seen["colour"] == "kind"
+    assert "arrows" in seen["marks"]
+
+
+def test_a_link_selects_idle_time(tab, chromium, board):
+    tab.show("one/measured", 4)
+    tab.press("g")
+    tab.press("g")
+    tab.until("() => window.fpipe.app.sheet.idle")
+    idle = tab.js("window.fpipe.app.sheet.idle")
+    tab.linked(idle=f"{idle['rank']},{idle['start']!r}")
+    with opened(chromium, board, HASTE, fragment(tab)) as other:
+        other.settled("one/measured", 4)
+        other.until("() => window.fpipe.app.sheet.idle")
+        assert other.js("window.fpipe.app.sheet.idle") == idle
+    tab.press("Escape")
+
+
+BAD = "step=77&effect=9,9999&view=a,b&range=1&folded=1-,x&tab=nothing&colour=blue&height=-9&idle=0,1&shown=toString"
+
+
+def test_a_link_to_what_is_not_there_shows_the_rest(chromium, board):
+    state = "".join(f"&p.fpipe_timeline.{part}" for part in [f"run={quote('one/measured', '')}", *BAD.split("&")])
+    with opened(chromium, board, HASTE, state) as tab:
+        tab.settled("one/measured", max(STEPS))
+        assert f"one/measured, step 77: not listed at present; one/measured, step {max(STEPS)}" in tab.text("#notices")
+        assert tab.js("window.fpipe.app.sheet.selected") is None
+        assert tab.js("window.fpipe.app.sheet.view.fitted")
+        tab.frame.select_option("#step", "2")
+        tab.settled("one/measured", 2)
+        assert not tab.frame.is_visible("#notices")
+
+
+def test_it_recovers_when_the_server_was_started_again(tab, board):
+    """The server does not answer, then lists nothing, then a part, then all: the page comes back to what it showed."""
+    tab.show("one/measured", 3, other="one/measured, step 5")
+    tab.press("w")
+    tab.js("window.fpipe.app.sheet.select({ rank: 2, row: 7 })")
+    seen, index = tab.js(SEEN), board.json("index")
+    said = "() => document.querySelector('#notices').textContent"
+    tab.page.route("**/index", lambda route: route.abort())
+    tab.until(f"{said}.includes('does not answer')")
+    assert tab.js(SEEN)["shown"] == seen["shown"]
+    for count in (0, 2):
+        tab.page.unroute_all()
+        listed = json.dumps({"captures": index["captures"][:count], "notices": []})
+        tab.page.route("**/index", functools.partial(answered, body=listed))
+        tab.until(f"{said}.includes('one/measured, step 3: not listed at present')")
+        tab.until("count => window.fpipe.app.library.entries.length === count", count)
+        assert tab.js(SEEN) == seen
+        assert tab.js("document.querySelector('#run').value") == "one/measured"
+    tab.page.unroute_all()
+    tab.until("() => document.querySelector('#notices').hidden")
+    tab.settled("one/measured", 3)
+    assert tab.js(SEEN) == seen
+    tab.forgive("ERR_FAILED")
+
+
+@thorough
+def test_it_recovers_from_a_real_restart(chromium, logdir):
+    with Board(logdir) as board:
+        board.until(lambda captures: len(captures) == len(STEPS) + 1)
+        with opened(chromium, board, HASTE) as tab:
+            tab.show("one/measured", 3, other="one/predicted")
+            tab.press("w")
+            seen = tab.js(SEEN)
+            board.__exit__()
+            tab.until("() => document.querySelector('#notices').textContent.includes('does not answer')")
+            with Board(logdir, port=urlsplit(board.url).port):
+                tab.until("() => document.querySelector('#notices').hidden")
+                tab.settled("one/measured", 3)
+                assert tab.js(SEEN) == seen
+            tab.forgive("ERR_CONNECTION")
+
+
+# Small windows
+
+
+@pytest.mark.parametrize(("size", "least"), [((900, 600), 240), ((600, 500), 120)])
+def test_a_small_window_shows_the_timeline_and_its_notices(chromium, board, size, least):
+    """Below TensorBoard's bar of 64 pixels; the marks and the legend are behind a button."""
+    state = f"&p.fpipe_timeline.run={quote('one/measured', '')}&p.fpipe_timeline.step=77"
+    with opened(chromium, board, HASTE, state, size) as tab:
+        tab.settled("one/measured", max(STEPS))
+        if size[0] < 900:
+            tab.until("() => !document.querySelector('#notices').hidden")
+            notice = tab.js(
+                "(({ clientHeight, scrollHeight }) => [clientHeight, scrollHeight])(document.querySelector('#notices'))"
+            )
+            assert notice[0] >= min(notice[1], 40)
+        else:
+            tab.frame.select_option("#step", "2")
+            tab.until("() => document.querySelector('#notices').hidden")
+        assert tab.js("document.querySelector('#timeline').clientHeight") >= least
+        assert not tab.frame.is_visible("#legend")
+        tab.frame.click("#marks")
+        assert tab.frame.is_visible("#legend")
+        assert tab.frame.is_visible("#toggle-send")
+        tab.page.keyboard.press("Escape")
+        assert not tab.frame.is_visible("#legend")
+        assert tab.js("document.documentElement.scrollWidth <= window.innerWidth")
