@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from statistics import median
 from typing import Any, NamedTuple
 
 from fpipe._format import extent, number
@@ -19,6 +20,7 @@ from fpipe.timelines.timeline import Timeline
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"
 _MAX_EFFECTS = 200  # in the JSON
+_MAX_GROUPS = 200  # likewise
 
 
 class Matched(NamedTuple):
@@ -46,6 +48,24 @@ class Matched(NamedTuple):
     def shift(self) -> float:
         """The start in the first less that in the second."""
         return self.start[0] - self.start[1]
+
+
+class Group(NamedTuple):
+    """The effects of one kind on one rank of the first timeline, compared with their matches in the second.
+
+    Args:
+        size: the number of effects.
+        total: the sum of their differences of duration, the first less the second.
+        median: of the differences.
+        largest: the effect that differs most.
+    """
+
+    rank: int
+    kind: type[Effect]
+    size: int
+    total: float
+    median: float
+    largest: Matched
 
 
 class PathStep(NamedTuple):
@@ -105,6 +125,26 @@ class Difference:
         known = _known(self.a), _known(self.b)
         effects = (each for each in self.matched.values() if each.at[0] in known[0] and each.at[1] in known[1])
         return sorted(effects, key=lambda each: (-abs(each.longer), -abs(each.shift), each.at))
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The `effects` by rank and kind, the largest sum of differences first.
+
+        >>> from fpipe import Costs, Placement, Plan, schedules, simulate
+        >>> plan = Plan(Placement.loop(2), 4)
+        >>> slow = simulate(schedules.one_f_one_b, plan, Costs(backward=[2, 3.5]))
+        >>> group = Difference(slow, simulate(schedules.one_f_one_b, plan)).groups[0]
+        >>> group.rank, group.kind.__name__, group.size, group.median, group.total
+        (1, 'Backward', 4, 1.5, 6.0)
+        """
+        by_kind = defaultdict[tuple[int, type[Effect]], list[Matched]](list)
+        for each in self.effects:
+            by_kind[each.rank[0], type(each.effect)].append(each)
+        groups = []
+        for (rank, kind), same in by_kind.items():
+            longer = [each.longer for each in same]
+            groups.append(Group(rank, kind, len(same), sum(longer), median(longer), same[0]))
+        return sorted(groups, key=lambda group: (-abs(group.total), group.rank))
 
     @cached_property
     def matched(self) -> dict[int, Matched]:
@@ -197,13 +237,17 @@ class Difference:
         return notices
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values, with the largest differences of effects. A row is an index among a rank's spans."""
+        """Return JSON values, with the largest differences of groups and of effects.
+
+        A row is an index among a rank's spans; that of a group is its largest effect's.
+        """
         return {
             "makespan": list(self.makespan),
             "bubble_rate": list(self.bubble_rate),
             "ranks": [self._rank(rank) for rank in self.ranks],
             "kinds": {kind: list(pair) for kind, pair in self.kinds.items()},
             "lies": self.lies,
+            "groups": [self._group(each) for each in self.groups[:_MAX_GROUPS]],
             "effects": [self._effect(each) for each in self.effects[:_MAX_EFFECTS]],
             "notices": self.notices,
         }
@@ -218,6 +262,10 @@ class Difference:
         causes = {cause: [each.get(cause, 0.0) for each in both] for cause in self.cause_names}
         busy, idle = [self.a.busy[rank], self.b.busy[rank]], [self.a.idle[rank], self.b.idle[rank]]
         return {"rank": rank, "busy": busy, "idle": idle, "causes": causes}
+
+    def _group(self, each: Group) -> dict[str, Any]:
+        known = {"kind": each.kind.__name__, "count": each.size, "total": each.total, "median": each.median}
+        return self._effect(each.largest) | known
 
     def _effect(self, each: Matched) -> dict[str, Any]:
         rows = (each.at[0] - self.a.spans.first[each.rank[0]], each.at[1] - self.b.spans.first[each.rank[1]])

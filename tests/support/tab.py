@@ -63,6 +63,13 @@ LINES = f"""async kind => {{
 }}"""
 
 
+def amount(text):
+    """A number with its unit, in seconds or bytes."""
+    match = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|KiB|MiB|GiB|B)?", text)
+    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    return (-1 if match[1] == "\u2212" else 1) * float(match[2]) * units.get(match[3], 1.0)
+
+
 @contextmanager
 def browser():
     """Chromium, drawing in software."""
@@ -117,13 +124,23 @@ class Tab:
         if step is not None:
             self.frame.select_option("#step", str(step))
         if other is not None:
-            self.js(
-                "value => { const s = document.querySelector('#other'); "
-                "s.value = [...s.options].find(o => o.textContent.includes(value)).value; "
-                "s.dispatchEvent(new Event('change')) }",
-                other,
-            )
+            beside, _, its = other.partition(", step ")
+            self._choose("other", beside)
+            if its:
+                self.until(
+                    "step => [...document.querySelectorAll('#other-step option')].some(o => o.value === step)", its
+                )
+                self.frame.select_option("#other-step", its)
         self.settled(run, step)
+
+    def _choose(self, select, text):
+        """Choose the option of a list whose text has this in it."""
+        self.js(
+            "([select, text]) => { const s = document.querySelector(`#${select}`); "
+            "s.value = [...s.options].find(o => o.textContent.includes(text)).value; "
+            "s.dispatchEvent(new Event('change')) }",
+            [select, text],
+        )
 
     def settled(self, run, step=None):
         """Wait until a run is shown whole."""
@@ -215,6 +232,10 @@ class Tab:
     def selected(self):
         """(rank, row) of the selection."""
         return tuple(self.js("(({ rank, row }) => [rank, row])(window.fpipe.app.sheet.selected)"))
+
+    def selected_under_pointer(self):
+        """(rank, row) of the effect under the pointer."""
+        return tuple(self.js("(({ rank, row }) => [rank, row])(window.fpipe.app.sheet.pointer.spot)"))
 
     def tracks(self, rank):
         """Which tracks of a rank are shown."""

@@ -27,7 +27,7 @@ from fpipe.timelines.what_if import what_if
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
 from tests.support.combinations import ALL, few, thorough
-from tests.support.tab import CHROMIUM, CLOCK, HASTE, MODULE, browser, large, opened
+from tests.support.tab import CHROMIUM, CLOCK, HASTE, MODULE, amount, browser, large, opened
 from tests.tensorboard.test_recorder import recorded
 
 pytestmark = [
@@ -169,13 +169,6 @@ def capture(logdir, run="real", kind="measured", step=4):
 def forwards(found, rank):
     """The rows of a rank's forwards, in order."""
     return [row for row, effect in enumerate(found.columns[rank].effects) if isinstance(effect, Forward)]
-
-
-def amount(text):
-    """A number with its unit, in seconds or bytes."""
-    match = re.match(r"([+\u2212±]?)([\d.]+(?:e[+-]?\d+)?) ?(ns|µs|ms|s|KiB|MiB|GiB|B)?", text)
-    units = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    return (-1 if match[1] == "\u2212" else 1) * float(match[2]) * units.get(match[3], 1.0)
 
 
 def close(value):
@@ -533,7 +526,7 @@ def test_the_critical_path_is_pythons(tab, logdir):
 def test_measured_stands_beside_predicted(tab, logdir):
     measured, predicted = (capture(logdir, kind=kind).timeline for kind in ("measured", "predicted"))
     difference = Difference(measured, predicted)
-    rows, scale = tab.table("diff"), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
+    rows, scale = tab.table("diff", 1), 1e3 if max(difference.makespan) >= 1e-3 else 1e6
     for rank, row in enumerate(rows):
         pairs = measured.busy[rank], predicted.busy[rank]
         assert [float(cell) for cell in row[1:3]] == in_column(
@@ -541,7 +534,7 @@ def test_measured_stands_beside_predicted(tab, logdir):
         )
     said = tab.js("window.fpipe.app.answer")
     assert said == json.loads(json.dumps(difference.as_json()))
-    effects = tab.table("diff", 1)
+    effects = tab.table("diff", 2)
     assert amount(effects[0][1]) == close(said["effects"][0]["took"][0])
     assert amount(effects[0][2]) == close(said["effects"][0]["took"][1])
 
@@ -607,6 +600,7 @@ SEARCHES = {
 
 
 def test_search_finds_what_python_finds(tab, logdir):
+    tab.show("real/measured", 4, other="nothing")
     spans = capture(logdir).timeline.spans
     for query, matches in SEARCHES.items():
         search(tab, query)
@@ -630,6 +624,7 @@ def test_a_query_that_cannot_be_read_is_told(tab):
 
 
 def test_n_goes_from_match_to_match(tab, logdir):
+    tab.show("real/measured", 4, other="nothing")
     rows = forwards(capture(logdir), 1)
     tab.frame.fill("#search", "kind=F rank=1")
     for key, place in (("n", 0), ("n", 1), ("n", 2), ("N", 1), ("N", 0), ("N", -1), ("n", 0)):

@@ -1,19 +1,21 @@
-"""The Pipeline tab in a real browser: links to it, servers that were started again, small windows."""
+"""The Pipeline tab in a real browser: links to it, runs beside each other, many steps and many ranks."""
 
 import dataclasses
 import functools
 import json
+import re
 from urllib.parse import quote, urlsplit
 
 import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe.effects import Backward, Forward, Recv
 from fpipe.tensorboard.files.captures import columns_of
 from fpipe.tensorboard.files.columns import Header
 from fpipe.tensorboard.files.writer import Writer, write
 from tests.support.board import Board
 from tests.support.combinations import thorough
-from tests.support.tab import CHROMIUM, HASTE, browser, opened
+from tests.support.tab import CHROMIUM, HASTE, amount, browser, opened
 
 pytestmark = [
     pytest.mark.browser,
@@ -21,6 +23,7 @@ pytestmark = [
 ]
 RANKS, MICROBATCHES = 4, 6
 STEPS = range(1, 9)
+EARLY = 2.5e-3  # seconds by which a receive of the run "two" is posted before the first compute
 COSTS = Costs(1e-3, backward=2e-3, communication=1e-4)
 
 
@@ -31,12 +34,16 @@ def step_of(**more):
     )
 
 
-def record(logdir, steps):
-    """Write measured steps: {step: timeline}."""
+def record(logdir, steps, early=0.0):
+    """Write measured steps: {step: timeline}. The first receive of the last rank is posted `early` before all else."""
     for rank in range(RANKS):
         with Writer(logdir, "measured", rank) as writer:
             for step, timeline in steps.items():
                 columns = columns_of(timeline, rank)
+                starts, ends = columns.starts + early, columns.ends + early
+                if rank == RANKS - 1:
+                    starts[min(row for row, effect in enumerate(columns.effects) if isinstance(effect, Recv))] = 0.0
+                columns = dataclasses.replace(columns, starts=starts, ends=ends)
                 writer.timeline(Header("measured", step, rank, "1f1b", timeline.plan), columns)
 
 
@@ -51,13 +58,14 @@ def logdir(tmp_path_factory):
     logdir = tmp_path_factory.mktemp("runs")
     record(logdir / "one", {step: step_of() for step in STEPS})
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
+    record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, early=EARLY)
     return logdir
 
 
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + 1)
+        board.until(lambda captures: len(captures) == len(STEPS) + 3)
         yield board
 
 
@@ -201,7 +209,7 @@ def test_it_recovers_when_the_server_was_started_again(tab, board):
 @thorough
 def test_it_recovers_from_a_real_restart(chromium, logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + 1)
+        board.until(lambda captures: len(captures) == len(STEPS) + 3)
         with opened(chromium, board, HASTE) as tab:
             tab.show("one/measured", 3, other="one/predicted")
             tab.press("w")
@@ -213,6 +221,94 @@ def test_it_recovers_from_a_real_restart(chromium, logdir):
                 tab.settled("one/measured", 3)
                 assert tab.js(SEEN) == seen
             tab.forgive("ERR_CONNECTION")
+
+
+# Runs beside each other
+
+
+def test_two_runs_are_named_by_run_and_step_and_begin_with_their_first_compute(tab):
+    tab.show("two/measured", 4, other="one/measured, step 2")
+    headline = re.sub(r"\s+", " ", tab.text("#headline"))
+    assert "one, step 2 makespan" in headline
+    assert "(two, step 4 is +" in headline
+    assert tab.js("window.fpipe.app.sheet.later") == pytest.approx(-EARLY)
+    xs = tab.js(
+        """() => {
+            const { sheet } = window.fpipe.app, { state } = sheet;
+            const first = ({ start, tracks }) => start[tracks.compute.rows[0]];
+            return [sheet.main, sheet.other].map(c => state.viewOf(c === sheet.other).x(first(c.ranks.get(0))));
+        }"""
+    )
+    assert xs[0] == pytest.approx(xs[1])
+    row = next(row for row, effect in enumerate(effects(0)) if isinstance(effect, Forward))
+    left, right, top, bottom = tab.box(0, row)
+    assert tab.colour(left + 3, bottom + 6) == tab.colour(left + 3, top + 6) != tab.colour(left - 4, top + 6)
+    tab.page.mouse.move(0, 0)
+    tab.page.mouse.move(*tab.on_page((left + right) / 2, bottom + 8))
+    tab.until("() => window.fpipe.app.sheet.pointer.spot?.other")
+    assert tab.selected_under_pointer() == (0, row)
+    assert re.search(r"starts\s+at the same time", tab.text("#hover"))
+
+
+def test_differences_are_grouped_before_single_rows(tab):
+    tab.show("two/measured", 4, other="one/measured, step 4")
+    rows = tab.table("diff")
+    assert [rows[0][0], rows[0][1], amount(rows[0][2])] == [
+        f"rank 2: B +5.49 ms \u00d7 {MICROBATCHES}",
+        "backward",
+        pytest.approx(MICROBATCHES * 5.49e-3, rel=1e-2),
+    ]
+    assert len(rows) == 1  # all else took as long
+    tab.frame.click("#panel-diff tbody button")
+    rank, row = tab.selected()
+    assert rank == 2
+    assert row in [row for row, effect in enumerate(effects(2)) if isinstance(effect, Backward)]
+
+
+def effects(rank):
+    timeline = step_of()
+    return [timeline.spans.effects[at] for at in timeline.spans.of(rank)]
+
+
+def test_search_looks_in_both(tab):
+    tab.show("two/measured", 4, other="one/measured, step 4")
+    tab.frame.fill("#search", "kind=B rank=2 dur>5ms")
+    tab.until("() => window.fpipe.app.finder.searched.endsWith('5ms')")
+    assert tab.text("#search-count") == str(MICROBATCHES)
+    tab.frame.fill("#search", "kind=F rank=1")
+    tab.until("() => window.fpipe.app.finder.searched.endsWith('=1')")
+    assert tab.text("#search-count") == str(2 * MICROBATCHES)
+    title = tab.frame.get_attribute("#search-count", "title")
+    assert title == f"{MICROBATCHES} in two, step 4; {MICROBATCHES} in one, step 4"
+    rows = [row for row, effect in enumerate(effects(1)) if isinstance(effect, Forward)]
+    seen = []
+    for _ in range(2 * MICROBATCHES):
+        tab.press("n")
+        spot = tab.js("window.fpipe.app.sheet.selected")
+        seen.append((bool(spot["other"]), spot["row"]))
+    assert sorted(seen) == [(other, row) for other in (False, True) for row in rows]
+    tab.press("Escape")
+
+
+def test_beside_is_a_run_and_a_step(tab):
+    tab.show("one/measured", 4, other="two")
+    tab.until("() => window.fpipe.app.sheet.other?.entry.run === 'two/measured'")
+    assert tab.js("window.fpipe.app.sheet.other.entry.step") == 4
+    assert tab.text("#other-step option:checked") == "nearest: 4"
+    tab.press("[")
+    tab.settled("one/measured", 3)
+    assert tab.js("window.fpipe.app.sheet.other.entry.step") == 3
+    tab.press("[")
+    tab.settled("one/measured", 2)
+    assert tab.js("window.fpipe.app.sheet.other.entry.step") == 3
+    tab.frame.select_option("#other-step", "4")
+    tab.settled("one/measured", 2)
+    assert tab.js("window.fpipe.app.sheet.other.entry.step") == 4
+    tab.show("one/measured", 5, other="one/measured")
+    tab.until("() => window.fpipe.app.sheet.other.entry.run === 'one/measured'")
+    assert tab.js("window.fpipe.app.sheet.other.entry.step") == 4  # the step before
+    assert tab.js("document.querySelector('#other-step').options.length") == len(STEPS)
+    assert "measured, step 4 makespan" in re.sub(r"\s+", " ", tab.text("#headline"))
 
 
 # Small windows

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Link, Placement, Plan, schedules, simulate
-from fpipe.effects import Forward, Gather, Recv, Send
+from fpipe.effects import Backward, Forward, Gather, Recv, Send
 from fpipe.tables import TABLE
 from fpipe.timelines.comparison import Difference, path_shares, path_steps
 from fpipe.timelines.spans import Spans
@@ -207,7 +207,7 @@ def test_the_json_has_the_places_of_effects():
     slower = simulate(schedules.zb_v, MADE["zb-v"][1], Costs(forward=2))
     found = Difference(slower, simulate(*MADE["zb-v"])).as_json()
     assert found["makespan"] == [slower.makespan, simulate(*MADE["zb-v"]).makespan]
-    assert list(found) == ["makespan", "bubble_rate", "ranks", "kinds", "lies", "effects", "notices"]
+    assert list(found) == ["makespan", "bubble_rate", "ranks", "kinds", "lies", "groups", "effects", "notices"]
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
     assert all(tuple(rank["causes"]) == slower.cause_names for rank in found["ranks"])
     assert found["ranks"][1]["busy"] == [slower.busy[1], 36.0]
@@ -216,6 +216,18 @@ def test_the_json_has_the_places_of_effects():
     assert isinstance(spans.effects[spans.first[first["rank"]] + first["row"]], Forward)
     assert first["took"] == [2.0, 1.0]
     assert len(found["effects"]) <= 200
+
+
+def test_groups_are_the_effects_by_rank_and_kind():
+    slow = Costs(forward=[1, 1, 1.25], backward=[2, 3.5, 2], communication=0.25)
+    found = Difference(simulate(schedules.one_f_one_b, PLAN, slow), EQUAL)
+    assert [(g.rank, g.kind, g.size, g.median, g.total) for g in found.groups[:2]] == [
+        (1, Backward, 6, 1.5, 9.0),
+        (2, Forward, 6, 0.25, 1.5),
+    ]
+    assert sum(group.size for group in found.groups) == len(found.effects)
+    assert sum(group.total for group in found.groups) == pytest.approx(sum(each.longer for each in found.effects))
+    assert all(group.largest in found.effects for group in found.groups)
 
 
 def test_a_receive_counts_from_when_its_value_was_sent():

@@ -94,6 +94,10 @@ export class App {
       this.choose({ follow: shell.follow.checked, step: shell.follow.checked ? null : this.choice.step }),
     );
     on("other", "change", () => this.choose({ other: JSON.parse(shell.other.value) }));
+    on("other-step", "change", () => {
+      const { run } = JSON.parse(shell.other.value);
+      return this.choose({ other: { run, step: JSON.parse(shell["other-step"].value) } });
+    });
     on("colour", "change", () => this._recolour());
     on("fit", "click", () => sheet.fit());
     on("help", "click", () => shell["help-dialog"].showModal());
@@ -207,8 +211,7 @@ export class App {
     const same = (one) => one.run === entry.run && one.step === entry.step;
     if (other?.what && same(other)) return this.library.imagined(other);
     if (other === "auto" || other?.what) return this.library.predicted(entry);
-    const found = other && this.library.find(other.run, other.step);
-    return found && !same(found) ? found : null;
+    return other && this.library.beside(other, entry);
   }
 
   /** Looks for what the ranks of the shown run's job did last. */
@@ -336,12 +339,26 @@ export class App {
     options(shell.step, numbers, String(entry.step));
     shell["step-prev"].disabled = steps[0].step === entry.step;
     shell["step-next"].disabled = steps.at(-1).step === entry.step;
-    const key = (one) => JSON.stringify(one && { run: one.run, step: one.step, what: one.what });
-    const others = library.entries.filter((one) => key(one) !== key(entry));
-    const texts = others.map((one) => [key(one), `${shortened(one.run, 36)}, step ${one.step}`]);
-    const imagined = other?.what ? [[key(other), `this step, if ${other.what} were ideal`]] : [];
-    options(shell.other, [["null", "nothing"], ...imagined, ...texts], key(other));
+    this._beside(entry, other);
     shell.follow.checked = choice.follow;
+  }
+
+  /** The choice of a run and of a step to stand beside; of another run, also of the step that is nearest. */
+  _beside(entry, other) {
+    const { shell, library, choice } = this;
+    const { "other-step": list } = shell;
+    const key = (run) => JSON.stringify({ run, step: null });
+    const runs = library.runs.filter((run) => run !== entry.run || library.steps(run).length > 1);
+    const what = other?.what && { run: other.run, step: other.step, what: other.what };
+    const imagined = what ? [[JSON.stringify(what), `this step, if ${other.what} were ideal`]] : [];
+    const pairs = [["null", "nothing"], ...imagined, ...runs.map((run) => [key(run), run])];
+    options(shell.other, pairs, what ? JSON.stringify(what) : other ? key(other.run) : "null");
+    list.hidden = !other || Boolean(what);
+    if (list.hidden) return;
+    const steps = library.steps(other.run).filter(({ step }) => other.run !== entry.run || step !== entry.step);
+    const nearest = [["null", `nearest: ${other.step}`]];
+    const near = choice.other === "auto" || choice.other?.step === null;
+    options(list, [...nearest, ...steps.map(({ step }) => [String(step), String(step)])], near ? "null" : String(other.step));
   }
 
   // Panels
@@ -361,7 +378,7 @@ export class App {
   get state() {
     const { sheet, figures, capture, sight } = this;
     return {
-      ...{ capture, other: sheet.other, range: sheet.range, sight },
+      ...{ capture, other: sheet.other, later: sheet.later, range: sheet.range, sight },
       ...{ flight: this.flights.shown, whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
       imagine: (what) => this.choose({ other: { run: capture.entry.run, step: capture.entry.step, what } }),
       ...{ ranks: capture?.ranks.size, summary: capture?.summary, answer: figures.answer, names: figures.names },

@@ -97,12 +97,12 @@ function waited(capture, spot) {
   return since > 0 ? `${name}, ${time(since, capture.unit)} before` : name;
 }
 
-function difference(capture, spot, { capture: other, spot: twin }) {
+function difference(capture, spot, { capture: other, spot: twin, later }) {
   const [rank, own] = [capture.ranks.get(spot.rank), other.ranks.get(twin.rank)];
   const took = rank.end[spot.row] - rank.start[spot.row];
   const its = own.end[twin.row] - own.start[twin.row];
   if (capture.unit !== other.unit) return [[other.entry.kind, `took ${number(its)}, in another unit`]];
-  const shift = rank.start[spot.row] - own.start[twin.row];
+  const shift = rank.start[spot.row] - own.start[twin.row] + later; // from the first compute of each
   const starts = `${time(Math.abs(shift), capture.unit, 3)} ${shift > 0 ? "later" : "earlier"}`;
   return [
     [other.entry.kind, `took ${time(its, other.unit)}, from ${time(own.start[twin.row], other.unit, 6)} on`],

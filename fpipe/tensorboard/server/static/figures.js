@@ -1,7 +1,8 @@
 /** The server's figures: summary of a capture, comparison with another, and the line above the timeline. */
 
-import { element, named, shortened } from "./dom.js";
+import { element, named } from "./dom.js";
 import { change, percent, time } from "./format.js";
+import { names } from "./pair.js";
 import * as routes from "./routes.js";
 
 const NOTHING = 1e-9; // share of the makespan that counts as rounding error
@@ -103,14 +104,9 @@ export class Figures {
     this.changed();
   }
 
-  /** The names of two runs shown side by side. */
+  /** The names of the two captures. */
   get names() {
-    const [main, other] = [this.sheet.main?.entry, this.sheet.other?.entry];
-    if (!other) return [];
-    if (other.what) return [main.kind, `if ${shortened(other.what, 20)}`];
-    if (main.kind !== other.kind) return [main.kind, other.kind];
-    if (main.run !== other.run) return [shortened(main.run, 20), shortened(other.run, 20)];
-    return [`step ${main.step}`, `step ${other.step}`];
+    return names(this.sheet.main?.entry, this.sheet.other?.entry);
   }
 
   /** Shows the figures of the whole capture, or of two. */

@@ -1,6 +1,7 @@
 /** The search field, and moving between matches. */
 
 import { settled } from "./dom.js";
+import { names } from "./pair.js";
 import { Matches, parseQuery } from "./search.js";
 
 const PAUSE = 150; // milliseconds after the last key until the search starts
@@ -22,14 +23,15 @@ export class Finder {
     if (!sheet.main) return;
     let query = null;
     try {
-      query = parseQuery(search.value, sheet.main.kinds);
+      query = parseQuery(search.value, [...sheet.main.kinds, ...(sheet.other?.kinds ?? [])]);
       count.title = "";
     } catch (error) {
       search.setAttribute("aria-invalid", "true");
       count.title = error.message;
       this.say(error.message);
     }
-    sheet.matches = query && new Matches(sheet.main, query);
+    const captures = [sheet.main, sheet.other].filter(Boolean);
+    sheet.matches = query && new Matches(captures, query, (capture) => sheet.by({ other: capture === sheet.other }));
     this._count();
     sheet.redraw();
     this.tell();
@@ -37,19 +39,21 @@ export class Finder {
 
   _count() {
     const { "search-count": count } = this.shell;
-    const { matches, selected, main } = this.sheet;
-    const own = matches && selected && !selected.other && matches.has(main.ranks.get(selected.rank), selected.row);
+    const { matches, selected, main, other } = this.sheet;
+    const own = matches && selected && matches.has(this.sheet.of(selected).ranks.get(selected.rank), selected.row);
     const place = own ? `${matches.place(selected)} of ` : "";
     count.textContent = matches ? `${place}${matches.count}` : count.title; // the query's error
-    if (matches) this.say(matches.count ? `${place}${matches.count} found` : "nothing found");
+    if (!matches) return;
+    const beside = names(main.entry, other?.entry).map((name, at) => `${matches.counts[at]} in ${name}`);
+    count.title = beside.join("; ");
+    this.say(matches.count ? [`${place}${matches.count} found`, ...beside].join("; ") : "nothing found");
   }
 
   /** Selects the next match, or the one before. */
   match(by) {
     const { shell, sheet } = this;
     if (this.searched !== shell.search.value) this.search();
-    const from = sheet.selected?.other ? null : sheet.selected;
-    const spot = sheet.matches?.next(from, by);
+    const spot = sheet.matches?.next(sheet.selected, by);
     if (!spot) return;
     sheet.select(spot, { reveal: true });
     const told = shell.live.textContent;

@@ -2,6 +2,7 @@
 
 import { tick, ticks } from "./format.js";
 import { AXIS, FONT, TICK } from "./measures.js";
+import { names } from "./pair.js";
 
 const NAMES = {
   ...{ send: "sends", receive: "receives", gather: "gathers", scatter: "scatters" },
@@ -17,6 +18,7 @@ export function gutter(context, state, groups, shift) {
   context.fillStyle = theme.line;
   context.fillRect(view.left - 1, 0, 1, height);
   context.textBaseline = "middle";
+  const beside = names(main.entry, state.other?.entry);
   for (const group of groups) {
     const compute = group.tracks.find((track) => track.kind === "compute") ?? group;
     named(context, theme, group, main, compute.y + shift + compute.height / 2);
@@ -25,7 +27,7 @@ export function gutter(context, state, groups, shift) {
     context.fillStyle = theme.faint;
     context.textAlign = "right";
     for (const track of group.tracks) {
-      context.fillText(trackName(track, state), view.left - 6, track.y + shift + track.height / 2);
+      context.fillText(trackName(track, state, beside), view.left - 6, track.y + shift + track.height / 2);
     }
   }
 }
@@ -35,25 +37,22 @@ function named(context, theme, group, main, middle) {
   context.textAlign = "left";
   context.fillStyle = theme.text;
   context.font = `500 12px ${FONT}`;
-  context.fillText(`${group.collapsed ? "▸" : "▾"} rank ${group.number}`, 6, middle);
+  const name = `${group.collapsed ? "▸" : "▾"} rank ${group.number}`;
+  const after = 12 + context.measureText(name).width;
+  context.fillText(name, 6, middle);
   context.font = `10px ${FONT}`;
   context.fillStyle = theme.faint;
-  if (!main.entry.ranks.includes(group.number)) context.fillText("missing", 66, middle);
-  else if (!rank) context.fillText(main.lost.has(group.number) ? "not readable" : "loading…", 66, middle);
+  if (!main.entry.ranks.includes(group.number)) context.fillText("missing", after, middle);
+  else if (!rank) context.fillText(main.lost.has(group.number) ? "not readable" : "loading…", after, middle);
   else if (!rank.header.clock && group.height > TALL) {
     context.fillText("clock not", 8, middle + 14);
     context.fillText("compared", 8, middle + 25);
-  } else if (!rank.header.clock) context.fillText("⚠", 66, middle);
+  } else if (!rank.header.clock) context.fillText("⚠", after, middle);
 }
 
-function trackName({ kind, rank, capture }, { main, other, memoryText }) {
+function trackName({ kind, rank, other }, { memoryText }, beside) {
   if (kind === "memory") return memoryText(rank);
-  if (kind !== "compute") return NAMES[kind];
-  if (!other) return "";
-  const beside = other.ranks.get(rank.number);
-  const alike = main.entry.kind === other.entry.kind && beside;
-  const apart = alike && main.ranks.get(rank.number)?.header.replica !== beside.header.replica;
-  return apart ? `replica ${rank.header.replica}` : capture.entry.kind;
+  return kind === "compute" ? (beside[other ? 1 : 0] ?? "") : NAMES[kind];
 }
 
 /** Times along the top. */

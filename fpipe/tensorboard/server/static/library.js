@@ -44,6 +44,15 @@ export class Library {
     return among.reduce((last, entry) => (!last || entry.wall >= last.wall ? entry : last), null);
   }
 
+  /** The entry to stand beside a capture: of a run, and of a step or, where that is null, of the nearest other one. */
+  beside({ run, step }, entry) {
+    const same = (one) => one.run === entry.run && one.step === entry.step;
+    const among = this.steps(run).filter((one) => !same(one));
+    if (step !== null) return among.find((one) => one.step === step) ?? null;
+    const off = (one) => Math.abs(one.step - entry.step);
+    return among.reduce((best, one) => (!best || off(one) < off(best) ? one : best), null);
+  }
+
   /** The prediction for a capture: of the same experiment, with the nearest step. */
   predicted(entry) {
     const among = this.entries.filter((one) => one.experiment === entry.experiment && one.kind === "predicted");

@@ -240,6 +240,13 @@ export class Capture {
     return `${run}, step ${step}${what ? `, if ${what} were ideal` : ""}`;
   }
 
+  /** When the first compute of all ranks begins; 0 if there is none. */
+  get first() {
+    const starts = Array.from(this.ranks.values(), ({ start, tracks }) => start[tracks.compute.rows[0]] ?? Infinity);
+    const first = Math.min(...starts);
+    return Number.isFinite(first) ? first : 0;
+  }
+
   get last() {
     return Math.max(0, ...Array.from(this.ranks.values(), (rank) => rank.last));
   }

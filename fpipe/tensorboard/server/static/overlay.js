@@ -38,7 +38,8 @@ export class Overlay {
     if (state.pointer != null) this._pointer(state);
   }
 
-  _outline({ view, layout }, capture, spot, shift, line) {
+  _outline({ viewOf, layout, other }, capture, spot, shift, line) {
+    const view = viewOf(capture === other);
     const box = boxOf(layout.groups, capture, spot);
     if (!box || box.hidden) return;
     const rank = capture.ranks.get(spot.rank);
@@ -56,7 +57,8 @@ export class Overlay {
   /** A span, the arrow between send and receive, and the cause of its wait. */
   _spot(state, spot, shift, line) {
     const { context } = this;
-    const { view, layout, theme } = state;
+    const { layout, theme } = state;
+    const view = state.viewOf(spot.other);
     const capture = spot.other ? state.other : state.main;
     context.strokeStyle = context.fillStyle = theme.strong;
     this._outline(state, capture, spot, shift, line);
@@ -84,7 +86,8 @@ export class Overlay {
   /** The selection's chain of waits, as far as it is in view. */
   _chain(state, spot, shift) {
     const { context } = this;
-    const { view, layout, theme } = state;
+    const { layout, theme } = state;
+    const view = state.viewOf(spot.other);
     const capture = spot.other ? state.other : state.main;
     context.strokeStyle = context.fillStyle = theme.rangeEdge;
     let drawn = 0;
@@ -143,8 +146,9 @@ export class Overlay {
     }
   }
 
-  _gap({ view, layout, theme }, gap, shift, dashes) {
+  _gap({ viewOf, layout, theme }, gap, shift, dashes) {
     const { context } = this;
+    const view = viewOf(gap.other);
     const group = layout.groups.find((one) => one.number === gap.rank);
     const track = group?.tracks.find((one) => one.kind === "compute" && one.other === gap.other);
     if (!track) return;

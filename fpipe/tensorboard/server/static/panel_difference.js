@@ -4,21 +4,46 @@ import { element, link, table } from "./dom.js";
 import { change, column, signed, time } from "./format.js";
 import { full } from "./names.js";
 
+const NOTHING = 1e-9; // share of the makespan that counts as rounding error
+
 export const difference = {
   id: "diff",
   title: "Difference",
   reads: ["answer", "ranks"],
   absent: ({ other }) => !other,
-  content: (state) => (state.answer ? [parts(state), ranks(state), effects(state)] : []),
+  content: (state) => (state.answer ? [parts(state), groups(state), ranks(state), effects(state)] : []),
 };
 
 /** The parts of the difference of two makespans; they add up to it. */
 function parts({ answer, names, capture: { unit } }) {
-  const others = Object.entries(answer.lies ?? {}).filter(([, by]) => by !== 0);
   const [a, b] = answer.makespan;
+  const others = Object.entries(answer.lies ?? {}).filter(([, by]) => Math.abs(by) > NOTHING * Math.max(a, b));
   const text = `${names[0]} less ${names[1]}: ${signed(a - b, unit)} (${change(a, b) || "0%"})`;
   const list = others.map(([what, by]) => `${what} ${signed(by, unit)}`).join(", ");
   return element("p", {}, list ? `${text}, of which ${list}` : text);
+}
+
+/** The effects of one kind on one rank together; a click selects the one that differs most. */
+function groups({ answer, capture, select }) {
+  const { unit } = capture;
+  const largest = Math.max(...answer.makespan);
+  const rows = answer.groups.flatMap((group) => {
+    const rank = capture.ranks.get(group.rank);
+    const there = rank && group.row >= 0 && group.row < rank.recorded;
+    if (!there || Math.abs(group.total) <= NOTHING * largest) return [];
+    const kind = rank.kindOf(group.row);
+    const text = `rank ${group.rank}: ${kind.value ? kind.name : kind.letter} ${signed(group.median, unit)} × ${group.count}`;
+    const name = link(text, () => select({ rank: group.rank, row: group.row }));
+    const [took, its] = group.took;
+    return [[name, kind.name, signed(group.total, unit), signed(took - its, unit)]];
+  });
+  if (!rows.length) return element("p", {}, "Every effect that both have took as long.");
+  return table("Effects of one kind on one rank: the median of their differences, and how many there are", [
+    "effects",
+    "kind",
+    "sum of differences",
+    "largest",
+  ], rows);
 }
 
 function ranks({ answer, names, capture }) {
@@ -42,16 +67,16 @@ function cause(causes, times) {
 }
 
 /** The effects whose durations differ most; a row's name selects it. */
-function effects({ answer, names, capture, select }) {
+function effects({ answer, names, capture, later, select }) {
   const { unit } = capture;
   const rows = answer.effects.flatMap((row) => {
     const rank = capture.ranks.get(row.rank);
     if (!rank || row.row < 0 || row.row >= rank.recorded) return [];
     const [took, its] = row.took;
     const name = link(full(rank, row.row), () => select({ rank: row.rank, row: row.row }));
-    const [by, shift] = [took - its, row.start[0] - row.start[1]];
+    const [by, shift] = [took - its, row.start[0] - row.start[1] + later];
     return [[name, time(took, unit), time(its, unit), signed(by, unit), change(took, its), signed(shift, unit)]];
   });
-  const head = ["effect", ...names.map((one) => `took, ${one}`), "difference", "", "starts"];
+  const head = ["effect", ...names.map((one) => `took, ${one}`), "difference", "", { text: "starts", title: "later, from the first compute of each" }];
   return table("Effects that differ most", head, rows);
 }

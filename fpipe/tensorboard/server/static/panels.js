@@ -6,6 +6,7 @@
  * @property {number} ranks how many of its ranks have arrived
  * @property {object | null | undefined} summary of the capture; undefined until it arrives, null if it can't be had
  * @property {import("./model.js").Capture | null} other the capture beside it
+ * @property {number} later by how much its times are later, from the first compute of each
  * @property {object | null | undefined} whatIf what would help; undefined until it arrives, null if it can't be had
  * @property {() => void} ask for what would help a large capture
  * @property {(what: string) => void} imagine shows the capture in which something is ideal, beside

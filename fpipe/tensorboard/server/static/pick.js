@@ -10,14 +10,14 @@ const NEAR = 3; // pixels: distance at which the pointer still hits
  * @param {object} state as the scene draws it
  * @returns {{group: object, track: object | null, spot?: object, gap?: object | null, when?: number} | null}
  */
-export function pick({ main, view, layout, scroll }, x, y) {
+export function pick({ main, view, viewOf, layout, scroll }, x, y) {
   if (!main || y < AXIS) return null;
   const at = y - AXIS + scroll;
   const group = groupAt(layout.groups, at);
   if (!group) return null;
   const track = trackAt(group, at);
   if (x < view.left || !track) return { group, track };
-  const when = view.when(x);
+  const when = viewOf(track.other).when(x);
   if (track.kind === "memory") return { group, track, when };
   const own = track.rank.tracks[track.kind];
   const lane = Math.max(0, Math.floor(((at - track.y) / track.height) * own.lanes.length));

@@ -79,24 +79,25 @@ export class Scene {
   }
 
   /** Paints the rows of all visible lanes, then stretches each to its height. */
-  _lanes({ view, ratio, theme, colouring, matches }, groups, shift) {
+  _lanes({ view, viewOf, ratio, theme, colouring, matches }, groups, shift) {
     const columns = Math.ceil(view.width * ratio);
     const own = packed(colours(theme));
     const rows = [];
     for (const track of groups.flatMap((group) => group.tracks)) {
       if (track.kind === "memory") continue;
-      const chosen = track.other ? null : matches?.levels(track.rank, track.kind, colouring);
+      const chosen = matches?.levels(track.rank, track.kind, colouring);
+      const { from } = viewOf(track.other);
       const lanes = track.rank.tracks[track.kind].levels(colouring);
       const tall = track.height / lanes.length;
       lanes.forEach((levels, lane) => {
-        rows.push([levels, own, matches && !track.other ? DIMMED : 1, track.y + lane * tall, tall]);
-        if (chosen) rows.push([chosen[lane], own, 1, track.y + lane * tall, tall]);
+        rows.push([levels, from, matches ? DIMMED : 1, track.y + lane * tall, tall]);
+        if (chosen) rows.push([chosen[lane], from, 1, track.y + lane * tall, tall]);
       });
     }
     if (!rows.length || !columns) return;
     const pixels = this._cleared(columns, rows.length);
-    rows.forEach(([levels, list, strength], at) => {
-      levels.paint(pixels, at * columns, columns, view.from, view.span / (view.width * ratio), list, strength);
+    rows.forEach(([levels, from, strength], at) => {
+      levels.paint(pixels, at * columns, columns, from, view.span / (view.width * ratio), own, strength);
     });
     this.strip.getContext("2d").putImageData(this.image, 0, 0);
     this.context.imageSmoothingEnabled = false;
@@ -117,7 +118,7 @@ export class Scene {
   }
 
   /** Paints the idle time of each rank: a row by coverage, repeated for the rows of the patterns of its causes. */
-  _idle({ view, ratio, theme, matches }, groups, shift) {
+  _idle({ view, viewOf, ratio, theme, matches }, groups, shift) {
     const columns = Math.ceil(view.width * ratio);
     const computes = groups.flatMap((group) => group.tracks).filter(({ kind }) => kind === "compute");
     const tracks = computes.filter((track) => this._gaps(track));
@@ -130,7 +131,8 @@ export class Scene {
     tracks.forEach((track, at) => {
       const levels = this._gaps(track);
       row.fill(0);
-      levels.paint(row, 0, columns, view.from, view.span / (view.width * ratio), CLASSES, matches ? DIMMED : 1);
+      const { from } = viewOf(track.other);
+      levels.paint(row, 0, columns, from, view.span / (view.width * ratio), CLASSES, matches ? DIMMED : 1);
       for (let x = 0; x < columns; x += 1) {
         if (!row[x]) continue;
         const [cause, alpha] = [row[x] & 0xff, row[x] >>> 24];
@@ -164,8 +166,9 @@ export class Scene {
   }
 
   /** Edges and labels of the boxes that are wide enough. */
-  _boxes({ view, theme, matches }, track, shift) {
+  _boxes({ viewOf, theme, matches }, track, shift) {
     const { context } = this;
+    const view = viewOf(track.other);
     const lanes = track.rank.tracks[track.kind].lanes;
     const tall = track.height / (lanes.length || 1);
     const labels = [];
@@ -179,7 +182,7 @@ export class Scene {
         if (wide < EDGED || lane.ends[place] < view.from) continue;
         const x = view.x(lane.ends[place]);
         context.fillRect(Math.round(x) - 1, y, 1, tall - (tall < 12 ? 1 : 0));
-        if (wide >= 9 && (!matches || track.other || matches.has(track.rank, lane.rows[place])))
+        if (wide >= 9 && (!matches || matches.has(track.rank, lane.rows[place])))
           labels.push([lane, place, y]);
       }
     });

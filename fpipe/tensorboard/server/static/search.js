@@ -130,39 +130,58 @@ function free(text, letters) {
 
 /** The matches of a query, in order of start, rank and row. */
 export class Matches {
-  constructor(capture, query) {
-    this.capture = capture;
-    this._rows = new Map(); // rank -> its rows
-    this._levels = new Map();
-    for (const rank of capture.ranks.values()) {
-      const rows = new Set();
-      for (let row = 0; row < rank.kind.length; row += 1) if (query(rank, row)) rows.add(row);
-      this._rows.set(rank.number, rows);
-    }
-    this.count = Array.from(this._rows.values(), (rows) => rows.size).reduce((a, b) => a + b, 0);
+  /**
+   * @param {import("./model.js").Capture[]} captures the shown one, and the one beside it
+   * @param {(capture: object) => number} by how much later a capture's times are than the view's
+   */
+  constructor(captures, query, by) {
+    [this.captures, this._by] = [captures, by];
+    this._rows = new Map(); // rank of a capture -> its rows
+    this._levels = new Map(); // likewise -> its tracks' levels
+    this.counts = captures.map((capture) => {
+      const sizes = Array.from(capture.ranks.values(), (rank) => this._find(rank, query).size);
+      return sizes.reduce((a, b) => a + b, 0);
+    });
+    this.count = this.counts.reduce((a, b) => a + b, 0);
+  }
+
+  _find(rank, query) {
+    const rows = new Set();
+    for (let row = 0; row < rank.kind.length; row += 1) if (query(rank, row)) rows.add(row);
+    this._rows.set(rank, rows);
+    return rows;
   }
 
   has(rank, row) {
-    return this._rows.get(rank.number)?.has(row) ?? false;
+    return this._rows.get(rank)?.has(row) ?? false;
   }
 
   /** The levels of a track's matches. */
   levels(rank, kind, colouring) {
-    const key = `${rank.number} ${kind} ${colouring} ${rank.linked}`;
-    if (!this._levels.has(key)) {
-      this._levels.set(key, rank.tracks[kind].only(this._rows.get(rank.number) ?? new Set(), colouring));
-    }
-    return this._levels.get(key);
+    if (!this._levels.has(rank)) this._levels.set(rank, new Map());
+    const own = this._levels.get(rank);
+    const key = `${kind} ${colouring} ${rank.linked}`;
+    if (!own.has(key)) own.set(key, rank.tracks[kind].only(this._rows.get(rank) ?? new Set(), colouring));
+    return own.get(key);
   }
 
   get _order() {
-    const spots = ([rank, rows]) => Array.from(rows, (row) => ({ rank, row }));
-    return (this._sorted ??= Array.from(this._rows, spots).flat().sort((a, b) => this._compare(a, b)));
+    this._sorted ??= this.captures.flatMap((capture, at) => this._spots(capture, at > 0)).sort(this._compare.bind(this));
+    return this._sorted;
+  }
+
+  _spots(capture, other) {
+    const of = (rank) => Array.from(this._rows.get(rank), (row) => ({ rank: rank.number, row, other }));
+    return Array.from(capture.ranks.values(), of).flat();
   }
 
   _compare(one, other) {
-    const [a, b] = [one, other].map(({ rank, row }) => this.capture.ranks.get(rank).start[row]);
-    return a - b || one.rank - other.rank || one.row - other.row;
+    const lanes = [one, other].map((spot) => (spot.other ? 1 : 0));
+    const [a, b] = [one, other].map(({ rank, row }, at) => {
+      const capture = this.captures[lanes[at]];
+      return capture.ranks.get(rank).start[row] - this._by(capture);
+    });
+    return a - b || one.rank - other.rank || lanes[0] - lanes[1] || one.row - other.row;
   }
 
   /** The number of matches before a spot, or up to and including it. */

@@ -11,6 +11,7 @@ import { Scene } from "./scene.js";
 import { View } from "./view.js";
 
 const GUTTER = 132;
+const WIDER = 208; // of two captures, which are named
 const FRAMES = 240;
 const UNFOLDED = 8; // with more ranks than this, all start folded
 
@@ -37,6 +38,7 @@ export class Sheet {
     this.pointer = new Pointer(this);
     this.matches = this.path = null;
     this.chain = [];
+    this.later = 0; // by which the other's times are later than the main's, from the first compute of each
     new ResizeObserver(() => this.resize()).observe(shell.timeline);
   }
 
@@ -62,7 +64,8 @@ export class Sheet {
     [this.main, this.other] = [main, other];
     if (changed) this.tell.changed();
     this.memory = Math.max(0, ...Array.from(main.ranks.values(), (rank) => rank.memory.most));
-    const last = Math.max(main.last, other?.last ?? 0);
+    this.later = other ? other.first - main.first : 0;
+    const last = Math.max(main.last, (other?.last ?? 0) - this.later);
     this.view.extend(all || this.view.fitted ? last : Math.max(last, this.view.whole));
     this.arrange();
     if (all) this.overview.draw(main, this.theme, this.ratio);
@@ -90,7 +93,8 @@ export class Sheet {
     const { scroll, canvas, over, sheet } = this.shell;
     const [width, height] = [scroll.clientWidth, scroll.clientHeight];
     const ratio = window.devicePixelRatio || 1;
-    if (this.width !== width || this.height !== height || this.ratio !== ratio) {
+    const left = this.other ? WIDER : GUTTER;
+    if (this.width !== width || this.height !== height || this.ratio !== ratio || this.view.left !== left) {
       [this.width, this.height, this.ratio] = [width, height, ratio];
       sheet.style.height = `${height}px`;
       for (const one of [canvas, over]) {
@@ -99,7 +103,7 @@ export class Sheet {
         one.style.width = `${width}px`;
         one.style.height = `${height}px`;
       }
-      this.view.place(GUTTER, width - GUTTER - 1);
+      this.view.place(left, width - left - 1);
       if (this.main) this.overview.draw(this.main, this.theme, ratio);
       if (this.main) return this.arrange();
     }
@@ -167,6 +171,7 @@ export class Sheet {
   get state() {
     const { width, height, ratio, view, theme, layout, main, other, colouring, matches, memory } = this;
     const { selected, pointer, range, chain, shown } = this;
+    const its = view.later(this.later);
     return {
       ...{ width, height, ratio, view, theme, layout, main, other, colouring, matches, memory },
       ...{ selected, range, chain, idle: this.idle },
@@ -175,6 +180,7 @@ export class Sheet {
       arrows: shown.has("arrows"),
       causes: shown.has("causes"),
       critical: shown.has("path") ? this.path : null,
+      viewOf: (beside) => (beside ? its : view),
       twin: (spot) => this.twin(spot)?.spot ?? null,
       memoryText: (rank) => `≤ ${bytes(rank.memory.most)}`,
     };
@@ -225,8 +231,8 @@ export class Sheet {
 
   /** Moves an effect into view, and zooms only as far as needed. */
   reveal(spot) {
-    const rank = this._rank(spot);
-    this.view.reveal(rank.start[spot.row], rank.end[spot.row]);
+    const [rank, by] = [this._rank(spot), this.by(spot)];
+    this.view.reveal(rank.start[spot.row] - by, rank.end[spot.row] - by);
     const group = this.layout.groups.find((one) => one.number === spot.rank);
     const { scroll } = this.shell;
     const room = scroll.clientHeight - AXIS;
@@ -237,8 +243,8 @@ export class Sheet {
   }
 
   zoomTo(spot) {
-    const rank = this._rank(spot);
-    const [start, end] = [rank.start[spot.row], rank.end[spot.row]];
+    const [rank, by] = [this._rank(spot), this.by(spot)];
+    const [start, end] = [rank.start[spot.row] - by, rank.end[spot.row] - by];
     const span = (end - start) * 8 || this.view.span / 8;
     this.view.show((start + end - span) / 2, (start + end + span) / 2);
     this.reveal(spot);
@@ -248,12 +254,13 @@ export class Sheet {
     return this.of(spot).ranks.get(spot.rank);
   }
 
-  /** The same effect in the other run: {capture, spot}, or null. */
+  /** The same effect in the other run: {capture, spot, later}, or null; its times are so much later. */
   twin(spot) {
     const [own, capture] = spot.other ? [this.other, this.main] : [this.main, this.other];
     const rank = capture?.ranks.get(spot.rank);
     const row = rank && own ? rank.find(own.ranks.get(spot.rank).key(spot.row)) : -1;
-    return row < 0 ? null : { capture, spot: { rank: spot.rank, row, other: !spot.other } };
+    const later = spot.other ? -this.later : this.later;
+    return row < 0 ? null : { capture, later, spot: { rank: spot.rank, row, other: !spot.other } };
   }
 
   // The pointer
@@ -293,7 +300,7 @@ export class Sheet {
     this.idle = gap;
     this.chain = next && gap.cause !== "host" ? this.of(gap).chain({ ...next, other: gap.other }) : [];
     if (reveal) {
-      this.view.reveal(gap.start, gap.end);
+      this.view.reveal(gap.start - this.by(gap), gap.end - this.by(gap));
       this.moved();
     }
     this.tell.selected(null);
@@ -303,6 +310,11 @@ export class Sheet {
   /** The capture of a spot. */
   of(spot) {
     return spot.other ? this.other : this.main;
+  }
+
+  /** By how much the times of a spot are later than the view's. */
+  by(spot) {
+    return spot.other ? this.later : 0;
   }
 
   // A range

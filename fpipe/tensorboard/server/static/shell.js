@@ -96,7 +96,12 @@ function toolbar() {
       element("input", { id: "follow", type: "checkbox" }),
       "Follow",
     ),
-    labelled("Beside", element("select", { id: "other" })),
+    element(
+      "span",
+      { class: "joined" },
+      labelled("Beside", element("select", { id: "other" })),
+      element("select", { id: "other-step", "aria-label": "Step beside" }),
+    ),
     labelled("Colour", element("select", { id: "colour" }, ...colourings)),
     element(
       "span",

@@ -59,6 +59,13 @@ export class View {
     return this.width / this.span;
   }
 
+  /** This view of times that are `by` later. */
+  later(by) {
+    const view = new View();
+    const { from, to, left, width, whole } = this;
+    return Object.assign(view, { from: from + by, to: to + by, left, width, whole });
+  }
+
   x(when) {
     return this.left + (when - this.from) * this.scale;
   }
