@@ -138,6 +138,20 @@ def test_a_summary_is_pythons(board):
     assert found["makespan"] == TIMELINES[1].makespan
 
 
+def test_steps_have_the_figures_of_their_summaries(board):
+    """Also of a rank that was cut short; of a step that is not there, the reason."""
+    found = board[0].json("steps", run="many/measured", steps="0,7,500")
+    whole = board[0].json("summary", run="many/measured", step=7)
+    assert [row["step"] for row in found] == [0, 7, 500]
+    for name in ("makespan", "cost", "bubble_rate"):
+        assert found[1][name] == whole[name]
+    assert found[1]["busy"] == {str(rank["rank"]): rank["busy"] for rank in whole["ranks"]}
+    assert found[2] == {"step": 500, "error": "there is no capture of step 500 in this run"}
+    for steps in ("", "1,x", "1,,2", ",".join(map(str, range(65)))):
+        status, _, body = board[0].get("steps", run="many/measured", steps=steps)
+        assert (status, body.startswith(b"steps= is a list")) == (400, True), steps
+
+
 def test_two_captures_are_compared(board):
     found = board[0].json("compare", run="many/measured", step=3, other="many/predicted", other_step=0)
     assert found == json.loads(json.dumps(Difference(TIMELINES[0], TIMELINES[1]).as_json()))

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import statistics
 from urllib.parse import quote, urlsplit
 
 import pytest
@@ -34,6 +35,15 @@ def step_of(**more):
     )
 
 
+def drifting(step):
+    """A step of a run whose rank 3 takes 4 % longer from step to step; in step 6, rank 1 takes twice as long."""
+    factors = [1, 2 if step == 6 else 1, 1, 1 + 0.04 * step]
+    return step_of(forward=[1e-3 * f for f in factors], backward=[2e-3 * f for f in factors])
+
+
+DRIFTS = {step: drifting(step) for step in range(1, 11)}
+
+
 def record(logdir, steps, early=0.0):
     """Write measured steps: {step: timeline}. The first receive of the last rank is posted `early` before all else."""
     for rank in range(RANKS):
@@ -59,13 +69,14 @@ def logdir(tmp_path_factory):
     record(logdir / "one", {step: step_of() for step in STEPS})
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
     record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, early=EARLY)
+    record(logdir / "drifts", DRIFTS)
     return logdir
 
 
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + 3)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 3)
         yield board
 
 
@@ -209,7 +220,7 @@ def test_it_recovers_when_the_server_was_started_again(tab, board):
 @thorough
 def test_it_recovers_from_a_real_restart(chromium, logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + 3)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 3)
         with opened(chromium, board, HASTE) as tab:
             tab.show("one/measured", 3, other="one/predicted")
             tab.press("w")
@@ -309,6 +320,81 @@ def test_beside_is_a_run_and_a_step(tab):
     assert tab.js("window.fpipe.app.sheet.other.entry.step") == 4  # the step before
     assert tab.js("document.querySelector('#other-step').options.length") == len(STEPS)
     assert "measured, step 4 makespan" in re.sub(r"\s+", " ", tab.text("#headline"))
+
+
+# Many steps
+
+
+def test_steps_are_pythons_and_drift_and_outliers_are_told(tab):
+    tab.show("drifts/measured", 10, other="nothing")
+    tab.frame.click("#tab-steps")
+    tab.until("steps => window.fpipe.app.steps.shown.rows.length === steps", len(DRIFTS))
+    rows = tab.table("steps")
+    for (step, timeline), (shown, makespan, bubble, busiest, compute) in zip(DRIFTS.items(), rows, strict=True):
+        slowest = max(range(RANKS), key=lambda rank, timeline=timeline: timeline.busy[rank])
+        assert (shown, busiest) == (str(step), f"rank {slowest}")
+        times = 1e3 * timeline.makespan, 1e3 * max(timeline.busy)
+        assert [float(makespan), float(compute)] == pytest.approx(times, abs=0.006)
+        assert bubble == f"{100 * timeline.bubble_rate:.1f}%"
+    told = tab.js("[...document.querySelectorAll('#panel-steps .marks li')].map(item => item.textContent)")
+    assert "step 6: rank 1\u2019s compute +100.0%" in told
+    assert any(re.fullmatch("rank 3\u2019s compute drifts \\+[23]\\d.\\d% from step 1 to 10", text) for text in told)
+    assert any(text.startswith("step 6: makespan +") for text in told)
+    assert not any("rank 0" in text or "rank 2" in text for text in told)
+    assert tab.js("document.querySelectorAll('#panel-steps .chart').length") == 2
+    assert tab.js("document.querySelectorAll('#panel-steps .chart')[0].querySelectorAll('.marked').length") == 1
+    tab.frame.click("#panel-steps .marks button")
+    tab.settled("drifts/measured", 6)
+
+
+def test_a_heat_map_of_ranks_and_steps(tab):
+    tab.show("drifts/measured", 10, other="nothing")
+    tab.frame.click("#tab-steps")
+    tab.until("steps => window.fpipe.app.steps.shown.rows.length === steps", len(DRIFTS))
+    size = tab.js("(({ width, height }) => [width, height])(document.querySelector('#panel-steps canvas'))")
+    assert size == [len(DRIFTS), RANKS]
+    at_cell(tab, "steps", 1, 5, size)
+    typical = statistics.median(busy for timeline in DRIFTS.values() for busy in timeline.busy)
+    by = DRIFTS[6].busy[1] / typical - 1
+    said = tab.text("#panel-steps output")
+    assert said == f"rank 1, step 6: {1e3 * DRIFTS[6].busy[1]:.4g} ms, {100 * by:.1f}% above the median"
+    tab.page.mouse.click(*at_cell(tab, "steps", 0, 2, size))
+    tab.settled("drifts/measured", 3)
+
+
+def at_cell(tab, panel, row, column, size):
+    """Move the pointer to a cell of a heat map; its place on the page."""
+    canvas = tab.frame.locator(f"#panel-{panel} canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    place = box["x"] + box["width"] * (column + 0.5) / size[0], box["y"] + box["height"] * (row + 0.5) / size[1]
+    tab.page.mouse.move(0, 0)
+    tab.page.mouse.move(*place)
+    return place
+
+
+def test_a_heat_map_of_ranks_and_microbatches(tab):
+    tab.show("drifts/measured", 10, other="nothing")
+    rows = tab.table("microbatches")
+    sums = [[computed(DRIFTS[10], rank, m) for rank in range(RANKS)] for m in range(MICROBATCHES)]
+    for m, (took, (name, *times)) in enumerate(zip(sums, rows, strict=True)):
+        total, middle, slowest, most = times
+        assert (name, slowest) == (f"microbatch {m}", "rank 3")
+        expected = [1e3 * time for time in (sum(took), statistics.median(took), max(took))]
+        assert [float(total), float(middle), float(most)] == pytest.approx(expected, abs=0.006)
+    place = at_cell(tab, "microbatches", 3, 2, (MICROBATCHES, RANKS))
+    said = tab.text("#panel-microbatches output")
+    assert said == f"rank 3, microbatch 2: {1e3 * sums[2][3]:.4g} ms, 40.0% above the median"
+    tab.page.mouse.click(*place)
+    tab.until("() => window.fpipe.app.sheet.selected")
+    rank, row = tab.selected()
+    assert (rank, effects(3)[row]) == (3, Backward(3, 2))
+    tab.press("Escape")
+
+
+def computed(timeline, rank, microbatch):
+    """The time that a rank computes of a microbatch."""
+    return sum(span.end - span.start for span in timeline.compute(rank) if span.effect.microbatch == microbatch)
 
 
 # Small windows

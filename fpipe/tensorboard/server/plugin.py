@@ -6,6 +6,7 @@ are found; none becomes part of a path.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,11 +30,14 @@ from fpipe.tensorboard.files.plans import Plans
 from fpipe.tensorboard.server.flights import Flights
 from fpipe.tensorboard.server.imagined import answer, imagined, imagined_rank, unknown
 from fpipe.tensorboard.server.listing import listing
+from fpipe.tensorboard.server.steps import Outlines
 from fpipe.tensorboard.server.streams import Turns
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.what_if import WhatIf, what_if
 
 MEDIA_TYPES = {".js": "application/javascript", ".css": "text/css"}
+MAX_LISTED = 64  # numbers in one parameter
+_WHOLE = re.compile(r"[0-9]{1,18}")
 MAX_CAPTURES = 4  # assembled captures in the cache, for summaries, comparisons and exports
 View = Callable[["PipelinePlugin", "Query"], Response]
 
@@ -63,9 +67,20 @@ class Query:
             BadRequest: the parameter is missing, or not a whole number.
         """
         text = self.text(name)
-        if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        if not _WHOLE.fullmatch(text):
             raise BadRequest(f"{name}= is a whole number")
         return int(text)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return a parameter that is a list of at most `MAX_LISTED` whole numbers.
+
+        Raises:
+            BadRequest: the parameter is missing, or another list.
+        """
+        parts = self.text(name).split(",")
+        if len(parts) > MAX_LISTED or not all(_WHOLE.fullmatch(part) for part in parts):
+            raise BadRequest(f"{name}= is a list of at most {MAX_LISTED} whole numbers, as in 1,2,3")
+        return [int(part) for part in parts]
 
     def answer(self, content: Any, kind: str = "application/json", **more: Any) -> Response:
         response: Response = http_util.Respond(self.request, content, kind, **more)
@@ -98,6 +113,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         self._cache: OrderedDict[Any, _Cached] = OrderedDict()
         self._lock = threading.Lock()
         self._plans, self._exports, self._flights = Plans(), Turns(), Flights(getattr(context, "logdir", None) or "")
+        self._outlines = Outlines()
 
     def is_active(self) -> bool:
         """Return whether there are flights; TensorBoard also shows the tab when there are data of `data_plugin_names`.
@@ -118,6 +134,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
             "/flight": PipelinePlugin._flight,
             "/rank": PipelinePlugin._rank,
             "/summary": PipelinePlugin._summary,
+            "/steps": PipelinePlugin._steps,
             "/compare": PipelinePlugin._compare,
             "/what_if": PipelinePlugin._what_if,
             "/export": PipelinePlugin._export,
@@ -168,6 +185,19 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         shown = self._shown(query)
         what = query.request.args.get("what")
         return query.answer(shown.summary if what is None else summary(shown.imagined(what)))
+
+    def _steps(self, query: Query) -> Response:
+        """Answer with the outline of each step; of one that can't be read, with the reason."""
+        run, steps = query.text("run"), query.numbers("steps")
+        return query.answer([self._outline(query, run, step) for step in steps])
+
+    def _outline(self, query: Query, run: str, step: int) -> dict[str, Any]:
+        try:
+            key = query.experiment, run, step, self._written(query, run, step)
+            known = self._outlines.get(key, lambda: assemble(self._blobs(query, run, step)))
+        except (BadCapture, NotFound) as error:
+            return {"step": step, "error": str(getattr(error, "description", error))}
+        return {"step": step, **known}
 
     def _compare(self, query: Query) -> Response:
         from fpipe.timelines.comparison import Difference
@@ -254,9 +284,13 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
         """Return the capture that the query names."""
         return self._cached(query, query.text("run"), query.number("step"))
 
+    def _written(self, query: Query, run: str, step: int) -> tuple[tuple[int, float], ...]:
+        """Return the ranks of a capture, and when each wrote: another key of it once a rank has written since."""
+        return tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
+
     def _cached(self, query: Query, run: str, step: int) -> _Cached:
         """Return the cached capture; a new one if a rank has written since."""
-        written = tuple((rank, wall) for rank, (_, _, wall) in sorted(self._tags(query, run, step, None).items()))
+        written = self._written(query, run, step)
         key = query.experiment, run, step, written
         with self._lock:
             places = _places(run, step, [rank for rank, _ in written])

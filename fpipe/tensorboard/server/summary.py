@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fpipe.tensorboard.files.captures import Capture
+from fpipe.tensorboard.server.steps import figures
 from fpipe.timelines.spans import CAUSES
 
 MAX_GAPS = 100_000  # of all ranks together; more are not listed
@@ -17,15 +18,10 @@ def summary(capture: Capture) -> dict[str, Any]:
     read this: keep the keys.
     """
     timeline = capture.timeline
-    compared = all(header.clock for header in capture.headers.values())
     return {
         "unit": capture.unit,
         "turns": any(header.turns for header in capture.headers.values()),
-        "makespan": timeline.makespan if compared else timeline.cost,
-        "cost": timeline.cost,
-        "bubble_rate": timeline.bubble_rate,
-        "steps": timeline.steps,
-        "period": timeline.period if compared else None,
+        **figures(capture),
         "replica": capture.header.replica,
         "makespans": list(capture.header.makespans),
         "busy": [list(ranks) for ranks in capture.header.busy],

@@ -18,6 +18,7 @@ import { Notices } from "./notices.js";
 import { drawer, nothing, options, splitter } from "./panes.js";
 import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
+import { Steps } from "./steps.js";
 import { Tabs } from "./tabs.js";
 
 const POLL = 5000; // milliseconds
@@ -48,6 +49,7 @@ export class App {
       this._idle();
     });
     this.flights = new Flights(this.notices, () => this._flown());
+    this.steps = new Steps(this.library, () => this.tabs.update());
     this.tabs = new Tabs(shell, () => this.state, () => this.keep());
     this.finder = new Finder(shell, this.sheet, (text) => this.say(text), () => this.keep());
   }
@@ -63,6 +65,7 @@ export class App {
       document.documentElement.classList.toggle("dark", dark);
       this.sheet.recolour(dark);
       this.legend();
+      this.tabs.update();
     });
     borrowFonts();
     onReload(() => this.refresh({ again: true }));
@@ -182,6 +185,7 @@ export class App {
     this.notices.tell("choice", absent ? [missing(this.choice, entry)] : []);
     const other = entry ? this._other(entry) : this.sheet.other?.entry;
     this._selectors(shown, other ?? null);
+    if (this.tabs.chosen === "steps") void this.steps.load(shown.run);
     const key = JSON.stringify([entry, other]);
     if (!entry || key === this.key) return this.loaded && this._recall();
     [this.key, this.loaded] = [key, false];
@@ -380,6 +384,8 @@ export class App {
     return {
       ...{ capture, other: sheet.other, later: sheet.later, range: sheet.range, sight },
       ...{ flight: this.flights.shown, whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
+      ...{ steps: this.steps.shown, askSteps: (run) => void this.steps.load(run) },
+      ...{ dark: sheet.dark, go: (step) => this.choose({ run: capture.entry.run, step }) },
       imagine: (what) => this.choose({ other: { run: capture.entry.run, step: capture.entry.step, what } }),
       ...{ ranks: capture?.ranks.size, summary: capture?.summary, answer: figures.answer, names: figures.names },
       select: (spot) => sheet.select(spot, { reveal: true }),

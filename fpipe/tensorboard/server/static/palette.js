@@ -94,6 +94,7 @@ const LIGHT = {
   waiting: "#cdcdcd",
   untold: "#a7bdb9",
   overview: "#90a4ae",
+  heat: { below: [33, 102, 172], middle: [240, 240, 240], above: [178, 24, 43] },
   causes: {
     "warm-up": "#607d8b",
     dependency: "#c62828",
@@ -124,6 +125,7 @@ const DARK = {
   waiting: "#6a6a6a",
   untold: "#4f6b68",
   overview: "#78909c",
+  heat: { below: [103, 169, 207], middle: [66, 66, 66], above: [239, 138, 98] },
   causes: {
     "warm-up": "#b0bec5",
     dependency: "#ff8a80",

@@ -10,6 +10,11 @@
  * @property {object | null | undefined} whatIf what would help; undefined until it arrives, null if it can't be had
  * @property {() => void} ask for what would help a large capture
  * @property {(what: string) => void} imagine shows the capture in which something is ideal, beside
+ * @property {{run: string, rows: object[], all: number, most: number, reason: string | null} | null} steps the figures of
+ *   a run's captured steps, as far as they have arrived
+ * @property {(run: string) => void} askSteps fetches those that are missing
+ * @property {(step: number) => void} go shows another step of the run
+ * @property {boolean} dark whether the page is dark
  * @property {object | null} answer the comparison of the two; null until it arrives
  * @property {string[]} names of the two
  * @property {{from: number, to: number} | null} range that is measured
@@ -31,9 +36,11 @@ import { critical } from "./panel_critical.js";
 import { difference } from "./panel_difference.js";
 import { effects } from "./panel_effects.js";
 import { flight } from "./panel_flight.js";
+import { microbatches } from "./panel_microbatches.js";
 import { range } from "./panel_range.js";
 import { replicas } from "./panel_replicas.js";
+import { steps } from "./panel_steps.js";
 import { whatIf } from "./panel_what_if.js";
 
 /** @type {Panel[]} */
-export const PANELS = [bubbles, whatIf, replicas, critical, difference, range, effects, flight];
+export const PANELS = [bubbles, whatIf, replicas, critical, difference, steps, microbatches, range, effects, flight];

@@ -44,6 +44,9 @@ const named = ({ run, step, what }) => (what ? { run, step, what } : { run, step
 /** The summary of a capture. */
 export const summary = (entry, signal) => json("summary", named(entry), signal);
 
+/** The figures of steps of a run: of each, or why there are none. */
+export const steps = (run, numbers) => json("steps", { run, steps: numbers.join() });
+
 /** What would help a capture. */
 export const whatIf = ({ run, step }, signal) => json("what_if", { run, step }, signal);
 

@@ -31,7 +31,7 @@ export class Sheet {
     this.shown = new Set();
     this.collapsed = new Set();
     this.colouring = "kind";
-    this.theme = theme(false);
+    [this.dark, this.theme] = [false, theme(false)];
     this.frames = [];
     this.layout = { groups: [], height: 0 };
     this.main = this.other = this.selected = this.idle = this.range = null; // idle: the selected gap
@@ -111,7 +111,7 @@ export class Sheet {
   }
 
   recolour(dark) {
-    this.theme = theme(dark);
+    [this.dark, this.theme] = [dark, theme(dark)];
     if (this.main) this.overview.draw(this.main, this.theme, this.ratio);
     this.redraw();
   }
