@@ -564,7 +564,7 @@ def test_another_run_begins_anew(tab, logdir):
         tab.press(key)
     tab.js("window.fpipe.app.sheet.measure(0, 1)")
     tab.js("window.fpipe.app.sheet.measured()")
-    assert "rank 1" in tab.text("#panel-range")
+    assert "rank 1" in tab.text("#panel-range table:last-of-type")
     tab.show("other/predicted")
     assert tab.js("window.fpipe.app.sheet.view.fitted")
     assert "measures a range" in tab.text("#panel-range")
@@ -764,7 +764,7 @@ def test_a_range_is_measured(tab, logdir):
     tab.page.mouse.move(x + 300, y + 5, steps=4)
     tab.page.mouse.up()
     tab.page.keyboard.up("Shift")
-    rows = tab.table("range")
+    rows = tab.table("range", 1)
     span = tab.js("[window.fpipe.app.sheet.range.from, window.fpipe.app.sheet.range.to]")
     for rank, row in enumerate(rows):
         busy = sum(max(0.0, min(s.end, span[1]) - max(s.start, span[0])) for s in timeline.compute(rank))

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 import statistics
 from urllib.parse import quote, urlsplit
@@ -41,6 +42,7 @@ def drifting(step):
     return step_of(forward=[1e-3 * f for f in factors], backward=[2e-3 * f for f in factors])
 
 
+WIDE = simulate(schedules.one_f_one_b, Plan(Placement.loop(96), 8), COSTS)
 DRIFTS = {step: drifting(step) for step in range(1, 11)}
 
 
@@ -70,13 +72,14 @@ def logdir(tmp_path_factory):
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
     record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, early=EARLY)
     record(logdir / "drifts", DRIFTS)
+    write(logdir / "wide", WIDE, schedule="1f1b", unit="s")
     return logdir
 
 
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 3)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 4)
         yield board
 
 
@@ -220,7 +223,7 @@ def test_it_recovers_when_the_server_was_started_again(tab, board):
 @thorough
 def test_it_recovers_from_a_real_restart(chromium, logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 3)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 4)
         with opened(chromium, board, HASTE) as tab:
             tab.show("one/measured", 3, other="one/predicted")
             tab.press("w")
@@ -395,6 +398,78 @@ def test_a_heat_map_of_ranks_and_microbatches(tab):
 def computed(timeline, rank, microbatch):
     """The time that a rank computes of a microbatch."""
     return sum(span.end - span.start for span in timeline.compute(rank) if span.effect.microbatch == microbatch)
+
+
+# Many ranks, and statistics
+
+
+def test_many_ranks_are_folded_and_all_are_in_the_overview(tab):
+    """A row of pixels for each rank, in the colours of its effects; a press goes to a moment and to a rank."""
+    tab.show("wide/predicted", other="nothing")
+    assert tab.js("window.fpipe.app.sheet.collapsed.size") == WIDE.plan.ranks
+    tall = tab.js("document.querySelector('#overview').clientHeight")
+    assert tall == WIDE.plan.ranks
+    for rank in (0, 50, 95):
+        found = overview_at(tab, rank, tall)
+        for share, colour in found:
+            when = share * WIDE.makespan
+            busy = [s for s in WIDE.compute(rank) if s.start < when < s.end]
+            assert colour == (KINDS[type(busy[0].effect)] if busy else [0, 0, 0]), (rank, share)
+    top = tab.js("document.querySelector('#sight').getBoundingClientRect().top")
+    box = tab.frame.locator("#overview").bounding_box()
+    tab.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] * 0.98)
+    tab.until("top => document.querySelector('#sight').getBoundingClientRect().top > top", top)
+    assert tab.js("window.fpipe.app.sheet.layout.groups.at(-1).y < document.querySelector('#scroll').scrollTop + 900")
+    assert tab.js("document.querySelector('#scroll').scrollTop") > 0
+
+
+KINDS = {Forward: [0x56, 0xB4, 0xE9], Backward: [0xD5, 0x5E, 0x00]}
+
+
+def overview_at(tab, rank, tall):
+    """The colours of the overview's row of a rank, where nothing begins or ends nearby: (share of the step, colour)."""
+    times = [time / WIDE.makespan for s in WIDE.compute(rank) for time in (s.start, s.end)]
+    shares = [share for share in (at / 40 + 0.0125 for at in range(40)) if all(abs(share - t) > 0.004 for t in times)]
+    assert len(shares) > 10
+    colours = tab.js(
+        """([rank, ranks, shares]) => {
+            const canvas = document.querySelector("#overview-canvas"), { view } = window.fpipe.app.sheet;
+            const { from, to } = view.all, context = canvas.getContext("2d"), whole = view.whole;
+            const y = Math.floor((rank + 0.5) / ranks * canvas.height);
+            const x = share => Math.floor((share * whole - from) / (to - from) * canvas.width);
+            return shares.map(share => [...context.getImageData(x(share), y, 1, 1).data.slice(0, 3)]);
+        }""",
+        [rank, WIDE.plan.ranks, shares],
+    )
+    return list(zip(shares, colours, strict=True))
+
+
+def test_statistics_of_a_range_and_of_a_search(tab):
+    """Count, mean, p95 and sum by kind: of what is in the range, of what the search finds, and of both."""
+    tab.show("drifts/measured", 10, other="nothing")
+    spans = DRIFTS[10].spans
+    low, high = 0.006, 0.02
+    within = [span for span in spans if span.end >= low and span.start <= high]
+    tab.js("([low, high]) => window.fpipe.app.sheet.measure(low, high)", [low, high])
+    tab.js("window.fpipe.app.sheet.measured()")
+    assert_statistics(tab.table("range"), within)
+    tab.frame.fill("#search", "rank=1,3")
+    tab.until("() => window.fpipe.app.finder.searched === 'rank=1,3'")
+    assert_statistics(tab.table("range"), [span for span in within if span.rank in (1, 3)])
+    tab.press("Escape")
+    assert_statistics(tab.table("range"), [span for span in spans if span.rank in (1, 3)])
+    assert "that the search finds" in tab.text("#panel-range caption")
+
+
+def assert_statistics(rows, spans):
+    for kind, name in ((Forward, "forward"), (Backward, "backward")):
+        took = sorted(span.end - span.start for span in spans if type(span.effect) is kind)
+        (row,) = [row for row in rows if row[0] == name]
+        high = took[math.ceil(0.95 * len(took)) - 1]
+        assert int(row[1]) == len(took)
+        assert [float(row[2]), float(row[3])] == pytest.approx([1e3 * statistics.mean(took), 1e3 * high], abs=0.006)
+        assert amount(row[4]) == pytest.approx(sum(took), rel=1e-3)
+    assert sum(int(row[1]) for row in rows if row[0] != "host") == len(spans)
 
 
 # Small windows

@@ -51,7 +51,10 @@ export class App {
     this.flights = new Flights(this.notices, () => this._flown());
     this.steps = new Steps(this.library, () => this.tabs.update());
     this.tabs = new Tabs(shell, () => this.state, () => this.keep());
-    this.finder = new Finder(shell, this.sheet, (text) => this.say(text), () => this.keep());
+    this.finder = new Finder(shell, this.sheet, (text) => this.say(text), () => {
+      this.tabs.update();
+      this.keep();
+    });
   }
 
   async start() {
@@ -382,7 +385,7 @@ export class App {
   get state() {
     const { sheet, figures, capture, sight } = this;
     return {
-      ...{ capture, other: sheet.other, later: sheet.later, range: sheet.range, sight },
+      ...{ capture, other: sheet.other, later: sheet.later, range: sheet.range, matches: sheet.matches, sight },
       ...{ flight: this.flights.shown, whatIf: capture?.whatIf, ask: () => figures.ask(capture) },
       ...{ steps: this.steps.shown, askSteps: (run) => void this.steps.load(run) },
       ...{ dark: sheet.dark, go: (step) => this.choose({ run: capture.entry.run, step }) },

@@ -143,3 +143,6 @@ export const theme = (dark) => (dark ? DARK : LIGHT);
 
 /** A colour's red, green and blue. */
 export const rgb = (colour) => [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
+
+/** Colours as pixels without opacity: red in the lowest byte. */
+export const packed = (list) => list.map((colour) => rgb(colour).reduce((sum, part, at) => sum | (part << (8 * at)), 0));

@@ -18,6 +18,7 @@
  * @property {object | null} answer the comparison of the two; null until it arrives
  * @property {string[]} names of the two
  * @property {{from: number, to: number} | null} range that is measured
+ * @property {import("./search.js").Matches | null} matches of the search
  * @property {{from: number, to: number, ranks: number[]} | null} sight the time and the ranks in view, once they rest
  * @property {object | null} flight what the ranks of the run's newest job did last; null if there is no record of it
  * @property {(spot: {rank: number, row: number}) => void} select selects an effect, and moves it into view

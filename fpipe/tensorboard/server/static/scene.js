@@ -9,14 +9,13 @@ import { boxOf } from "./layout.js";
 import { before, Levels } from "./levels.js";
 import { AXIS, FONT, TICK } from "./measures.js";
 import { mark, short } from "./names.js";
-import { causeClass, colours, GROUND, inks, PATTERNS, rgb } from "./palette.js";
+import { causeClass, colours, GROUND, inks, packed, PATTERNS } from "./palette.js";
 
 const EDGED = 4; // pixels: width from which a box has an edge
 const ARROWS = 100; // at most; more are not readable
 const DIMMED = 0.22;
 
 const CLASSES = PATTERNS.map((_, at) => at); // in place of colours
-const packed = (list) => list.map((colour) => rgb(colour).reduce((sum, part, at) => sum | (part << (8 * at)), 0));
 
 export class Scene {
   constructor(canvas) {

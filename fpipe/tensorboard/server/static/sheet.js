@@ -27,7 +27,7 @@ export class Sheet {
     this.view = new View();
     this.scene = new Scene(shell.canvas);
     this.overlay = new Overlay(shell.over);
-    this.overview = new Overview(shell, this.view, () => this.moved());
+    this.overview = new Overview(shell, this.view, (share) => this._dragged(share));
     this.shown = new Set();
     this.collapsed = new Set();
     this.colouring = "kind";
@@ -82,6 +82,7 @@ export class Sheet {
 
   arrange() {
     if (!this.main) return;
+    this.overview.fit(this.main);
     const { scroll, spacer } = this.shell;
     const available = scroll.clientHeight - AXIS;
     this.layout = layout(this.main, this.other, { tracks: this.shown, collapsed: this.collapsed, available });
@@ -208,7 +209,7 @@ export class Sheet {
     const { state } = this;
     if (all && this.main) this.scene.draw(state);
     this.overlay.draw(state);
-    this.overview.mark();
+    this.overview.mark(this._rows);
     this._all = false;
     const took = performance.now() - begun;
     if (all) this.frames.push(took);
@@ -216,7 +217,21 @@ export class Sheet {
     return took;
   }
 
+  /** The shares of the ranks' height at the top and the bottom of what is in sight. */
+  get _rows() {
+    const { scrollTop, clientHeight } = this.shell.scroll;
+    const { height } = this.layout;
+    return [scrollTop / height, Math.min(1, (scrollTop + clientHeight - AXIS) / height)];
+  }
+
   // Moving
+
+  /** The overview was dragged, where it shows ranks to a share of their height. */
+  _dragged(share) {
+    const { scroll } = this.shell;
+    if (share !== null) scroll.scrollTop = share * this.layout.height - (scroll.clientHeight - AXIS) / 2;
+    this.moved();
+  }
 
   moved() {
     this.pointer.again();
