@@ -586,6 +586,7 @@ def test_steps_are_chosen_by_list_buttons_and_keys(tab):
     assert tab.js("window.fpipe.app.capture.entry.step") == 1
 
 
+HALVES = BackwardInput | BackwardWeight
 SEARCHES = {
     "kind=F": lambda span: isinstance(span.effect, Forward),
     "mb=1 kind=I": lambda span: isinstance(span.effect, BackwardInput) and span.effect.microbatch == 1,
@@ -595,6 +596,19 @@ SEARCHES = {
     ),
     "mb=1 kind=b": lambda span: isinstance(span.effect, BackwardInput | BackwardWeight) and span.effect.microbatch == 1,
     "kind=F dur>1000s": lambda span: False,
+    "kind=backward mb=1": lambda span: isinstance(span.effect, HALVES) and span.effect.microbatch == 1,
+    "backward mb=1": lambda span: isinstance(span.effect, HALVES) and span.effect.microbatch == 1,
+    '"weight gradient" rank=0': lambda span: isinstance(span.effect, BackwardWeight) and span.rank == 0,
+    'kind="weight gradient" and rank=0': lambda span: isinstance(span.effect, BackwardWeight) and span.rank == 0,
+    "recv rank=1": lambda span: isinstance(span.effect, Recv) and span.rank == 1,
+    "kind=Recv": lambda span: isinstance(span.effect, Recv),
+    "kind=F dur > 0s": lambda span: isinstance(span.effect, Forward),
+    "kind=F,I not mb=1": lambda span: isinstance(span.effect, Forward | BackwardInput) and span.effect.microbatch != 1,
+    "kind=F mb=0 or kind=I mb=1 or send rank=0": lambda span: (
+        (isinstance(span.effect, Forward) and span.effect.microbatch == 0)
+        or (isinstance(span.effect, BackwardInput) and span.effect.microbatch == 1)
+        or (isinstance(span.effect, Send) and span.rank == 0)
+    ),
     "constructor": lambda span: False,
 }
 
@@ -615,7 +629,8 @@ def search(tab, query):
 
 
 def test_a_query_that_cannot_be_read_is_told(tab):
-    for query in ("mb=", "mb=5-3", "mb=x", "constructor=1", "kind=F,", "rank>1", "dur>1h", "=5"):
+    wrong = ["mb=", "mb=5-3", "mb=x", "constructor=1", "kind=F,", "rank>1", "dur>1h", "=5"]
+    for query in [*wrong, '"F3', "kind=F or", "or mb=1", "not", "(mb=1)", "mb=1 or or mb=2", '""', "F1|F2"]:
         search(tab, query)
         assert tab.frame.get_attribute("#search", "aria-invalid") == "true", query
         assert query in tab.text("#search-count")

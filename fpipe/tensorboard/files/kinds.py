@@ -161,11 +161,12 @@ def described(kind: Kind, table: Table) -> dict[str, Any]:
 
 
 def _part(kind: type, fields: Mapping[str, str], table: Table) -> dict[str, Any]:
-    """Describe an effect, or one of the two of an overlap; `part_of` has the letters of those that do more."""
+    """Describe an effect, or one of the two of an overlap; `part_of` and `whole` are those that do more."""
     row, rows = table.effects[kind], table.effects.values()
-    whole = [each.letter for each in rows if row.work and row.work != each.work and row.work & each.work == row.work]
+    more = [each for each in rows if row.work and row.work != each.work and row.work & each.work == row.work]
+    letters, labels = [each.letter for each in more], [each.label for each in more]
     columns = {name: fields[name] for name in ("stage", "microbatch", "slice") if name in fields}
-    return {"letter": row.letter, "label": row.label, "part_of": whole, **columns}
+    return {"letter": row.letter, "label": row.label, "part_of": letters, "whole": labels, **columns}
 
 
 def read(descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[Kind], Table]:

@@ -23,7 +23,7 @@ export class Finder {
     if (!sheet.main) return;
     let query = null;
     try {
-      query = parseQuery(search.value, [...sheet.main.kinds, ...(sheet.other?.kinds ?? [])]);
+      query = parseQuery(search.value, [...sheet.main.kinds, ...(sheet.other?.kinds ?? [])], sheet.main.unit);
       count.title = "";
     } catch (error) {
       search.setAttribute("aria-invalid", "true");

@@ -9,9 +9,9 @@ import { HOST, hueOf } from "./palette.js";
  * @property {string} letter
  * @property {string} track
  * @property {number} hue its class of colour
- * @property {{letter: string, label: string, letters: string[], stage?: string, microbatch?: string,
- *   slice?: string}[]} parts of a compute: itself, or the two of an overlap, with all letters that find it, and the
- *   columns that have its numbers
+ * @property {{letter: string, label: string, letters: string[], labels: string[], stage?: string, microbatch?: string,
+ *   slice?: string}[]} parts of a compute: itself, or the two of an overlap, with all letters and names that find it, and
+ *   the columns that have its numbers
  * @property {string} [value] name of the value that it carries
  * @property {Record<string, string>} columns its own numbers, or its value's: field -> column
  */
@@ -21,7 +21,11 @@ export const HOST_KIND = { key: "Host", name: "host", letter: "H", track: "host"
 
 /** @returns {Kind} a kind of a header */
 export function kindOf({ name, label, letter, track, colour, parts: described = [], value, fields }) {
-  const parts = described.map((part) => ({ ...part, letters: [letter, part.letter, ...(part.part_of ?? [])] }));
+  const parts = described.map((part) => ({
+    ...part,
+    letters: [letter, part.letter, ...(part.part_of ?? [])],
+    labels: [label, part.label, ...(part.whole ?? [])],
+  }));
   const [{ stage, microbatch } = {}, second] = parts;
   const carried = Object.values(fields).find((field) => typeof field === "object")?.fields;
   const columns = second ? { stage, microbatch } : carried ?? fields;

@@ -1,6 +1,7 @@
 /**
- * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms", "F3". All terms must match, in an overlap for one of its two
- * effects; a value is a comma-separated list of alternatives and ranges.
+ * Finds effects: "mb=5 kind=B", "rank=0-3 dur>1ms or recv", "F3". Terms beside each other must all match, in an overlap
+ * for one of its two effects; "or" separates alternatives, and "not" turns the term after it round. A value is a
+ * comma-separated list of alternatives and ranges. Quotes hold words together.
  */
 
 import { short, value } from "./names.js";
@@ -25,41 +26,79 @@ const UNITS = new Map([
 class BadQuery extends Error {}
 
 /**
- * @typedef {{letters: string[], stage: number, microbatch: number}} Part an effect, or one of the two of an overlap
+ * @typedef {{letters: string[], labels: string[], stage: number, microbatch: number}} Part an effect, or one of the two of
+ *   an overlap
  * @typedef {(rank: object, row: number, part: Part) => boolean} Term
  */
 
 /**
  * @param {string} text
- * @param {object[]} known the capture's kinds
+ * @param {object[]} known the captures' kinds
+ * @param {string} unit of their times
  * @returns {((rank: object, row: number) => boolean) | null} null for an empty query
  */
-export function parseQuery(text, known) {
+export function parseQuery(text, known, unit) {
   const letters = known.flatMap((kind) => kind.parts).map((part) => part.letter.toLowerCase());
-  const words = text.trim().split(/\s+/u).filter(Boolean);
-  const terms = words.map((word) => term(word, letters));
-  return terms.length
-    ? (rank, row) => parts(rank, row).some((part) => terms.every((holds) => holds(rank, row, part)))
-    : null;
+  const words = split(text);
+  if (!words.length) return null;
+  const groups = [[]];
+  for (const word of words) if (word.toLowerCase() === "or") groups.push([]); else groups.at(-1).push(word);
+  const alternatives = groups.map((group) => conjunction(group, letters, unit, text.trim()));
+  return (rank, row) => {
+    const own = parts(rank, row);
+    return alternatives.some((terms) => own.some((part) => terms.every((holds) => holds(rank, row, part))));
+  };
+}
+
+/** The words of a query; quotes hold some together, and a sign needs no spaces around it. */
+function split(text) {
+  const pieces = text.split(/("[^"]*")/u);
+  if (pieces.some((piece, at) => at % 2 === 0 && piece.includes('"'))) {
+    throw new BadQuery(`${text.trim()}: a quote is not closed`);
+  }
+  const closed = pieces.map((piece, at) => (at % 2 ? piece : piece.replace(/\s*(>=|<=|=|>|<)\s*/gu, "$1")));
+  return closed.join("").match(/(?:[^\s"]|"[^"]*")+/gu) ?? [];
+}
+
+/** @returns {Term[]} */
+function conjunction(words, letters, unit, whole) {
+  const terms = [];
+  let negated = false;
+  for (const word of words) {
+    const lower = word.toLowerCase();
+    if (lower === "and" && !negated && terms.length) continue;
+    if (lower === "not" && !negated) negated = true;
+    else {
+      const holds = term(word, letters, unit);
+      terms.push(negated ? (...one) => !holds(...one) : holds);
+      negated = false;
+    }
+  }
+  if (!terms.length || negated) throw new BadQuery(`${whole}: something is missing beside or, or after not`);
+  return terms;
 }
 
 /** @returns {Part[]} */
 function parts(rank, row) {
   const kind = rank.kindOf(row);
-  const of = (letters, { stage, microbatch }) => ({
-    letters,
+  const of = (letters, labels, { stage, microbatch }) => ({
+    ...{ letters, labels },
     stage: rank[stage]?.[row],
     microbatch: rank[microbatch]?.[row],
   });
-  return kind.parts.length ? kind.parts.map((part) => of(part.letters, part)) : [of([kind.letter], kind.columns)];
+  if (!kind.parts.length) return [of([kind.letter], [kind.name], kind.columns)];
+  return kind.parts.map((part) => of(part.letters, part.labels, part));
 }
 
 /** @returns {Term} */
-function term(text, letters) {
-  const [, name, sign, wanted] = /^([a-z]+)(>=|<=|=|>|<)(.*)$/iu.exec(text) ?? [];
-  if (!name) return /[=<>]/u.test(text) ? unknown(text) : free(text.toLowerCase(), letters);
+function term(text, letters, unit) {
+  if (/^"[^"]*"$/u.test(text)) return free(bare(text, text).toLowerCase(), []);
+  if (/[()|&!]/u.test(text)) throw new BadQuery(`${text}: instead of ( ) | & ! write or, and, not`);
+  const [, name, sign, quoted] = /^([a-z]+)(>=|<=|=|>|<)(.*)$/iu.exec(text) ?? [];
+  if (!name) return /[=<>]/u.test(text) ? unknown(text) : free(bare(text, text).toLowerCase(), letters);
+  const wanted = bare(quoted, text, "");
   const field = name.toLowerCase();
-  if (field === "dur" || field === "duration") return duration(sign, wanted);
+  if (field === "dur" || field === "duration") return duration(sign, wanted, unit);
   const kind = field === "kind" || field === "k";
   const column = field === "rank" || field === "r" ? "rank" : FIELDS.get(field);
   if (!kind && !column) return unknown(text);
@@ -69,6 +108,13 @@ function term(text, letters) {
   if (column === "rank") return (rank) => holds(rank.number);
   if (column === "peer") return (rank, row) => Boolean(rank.kindOf(row).value) && holds(rank.peer[row]);
   return (rank, row, part) => holds(part[column]);
+}
+
+/** A text without its quotes; it must not be empty then, unless there is another in its place. */
+function bare(text, whole, instead = null) {
+  const inner = text.replaceAll('"', "").trim();
+  if (!inner && instead === null) throw new BadQuery(`${whole}: there is nothing between the quotes`);
+  return inner || instead;
 }
 
 function unknown(text) {
@@ -96,18 +142,22 @@ function lettered(wanted) {
   return (rank, row, { letters }) => letters.some((letter) => letter.toUpperCase() === wanted);
 }
 
+/** By the name that is shown, by that of what it is a part of, by its value's, or by its class's. */
 function called(wanted) {
   const text = wanted.toLowerCase();
-  return (rank, row) => {
-    const { name, value: carried } = rank.kindOf(row);
-    return name.toLowerCase().includes(text) || Boolean(carried?.toLowerCase().includes(text));
+  return (rank, row, { labels }) => {
+    const { key, value: carried = "" } = rank.kindOf(row);
+    return [...labels, carried, key].some((one) => one.toLowerCase().includes(text));
   };
 }
 
-function duration(sign, text) {
-  const [, number, unit] = /^([\d.]+(?:e-?\d+)?)(s|ms|us|µs|ns|)$/u.exec(text) ?? [];
-  const bound = Number(number) * (UNITS.get(unit) ?? NaN);
+function duration(sign, text, unit) {
+  const [, number, measure] = /^([\d.]+(?:e-?\d+)?)(s|ms|us|µs|ns|)$/u.exec(text) ?? [];
+  const bound = Number(number) * (UNITS.get(measure) ?? NaN);
   if (!Number.isFinite(bound)) throw new BadQuery(`dur${sign}${text}: give a time, as in dur>1ms`);
+  if (unit !== "s" && measure) {
+    throw new BadQuery(`dur${sign}${text}: times have no unit here, give a number, as in dur>1.5`);
+  }
   const compare = {
     ">": (took) => took > bound,
     "<": (took) => took < bound,
@@ -121,10 +171,11 @@ function duration(sign, text) {
 /** "F3" finds that effect on every stage; a longer text finds every name that contains it. */
 function free(text, letters) {
   const exact = letters.some((letter) => text.startsWith(letter) && /^\d+[a-z]*$/u.test(text.slice(letter.length)));
-  return (rank, row) => {
+  const named = called(text);
+  return (rank, row, part) => {
     const name = short(rank, row).toLowerCase();
-    if (!exact) return name.includes(text) || value(rank, row).toLowerCase().includes(text);
-    return name.split("&").some((part) => part === text || part.replace(/[a-z]+$/u, "") === text);
+    if (!exact) return name.includes(text) || named(rank, row, part) || value(rank, row).toLowerCase().includes(text);
+    return name.split("&").some((own) => own === text || own.replace(/[a-z]+$/u, "") === text);
   };
 }
 

@@ -35,8 +35,12 @@ const KEYS = [
   ["x, X, click on a rank", "fold a rank to its compute, or unfold it; X all of them"],
   ["Esc", "let go of the range, the selection, the search"],
 ];
-const SYNTAX = "mb=5 kind=B, mb=3-7, stage=0,3, rank=1, kind=F,I, kind=send, peer=2, dur>1ms, F3, gradient";
-const HALVES = "kind=B finds the halves of a backward too; an overlap is found by either of its effects.";
+const SYNTAX =
+  'mb=5 kind=B, mb=3-7, stage=0,3, rank=1, kind=F,I, kind=send, peer=2, dur>1ms, F3, recv, "weight gradient", ' +
+  "rank=1 or rank=2, not kind=F";
+const HALVES =
+  "Terms beside each other must all match. kind=B and kind=backward find the halves of a backward too; an overlap is " +
+  "found by either of its effects.";
 
 const READING = [
   `The legend has the letters of effects; & stands between two that overlap. The number is the microbatch, a letter
