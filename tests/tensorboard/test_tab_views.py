@@ -17,7 +17,7 @@ from fpipe.tensorboard.files.columns import Header
 from fpipe.tensorboard.files.writer import Writer, write
 from tests.support.board import Board
 from tests.support.combinations import thorough
-from tests.support.tab import CHROMIUM, HASTE, amount, browser, opened
+from tests.support.tab import CHROMIUM, HASTE, MODULE, amount, browser, opened
 
 pytestmark = [
     pytest.mark.browser,
@@ -470,6 +470,76 @@ def assert_statistics(rows, spans):
         assert [float(row[2]), float(row[3])] == pytest.approx([1e3 * statistics.mean(took), 1e3 * high], abs=0.006)
         assert amount(row[4]) == pytest.approx(sum(took), rel=1e-3)
     assert sum(int(row[1]) for row in rows if row[0] != "host") == len(spans)
+
+
+# Tables and files
+
+
+def test_tables_are_sorted_by_their_heads(tab):
+    """By numbers with their units: largest first, smallest first, as they were; a table filled anew keeps its order."""
+    tab.show("drifts/measured", 10, other="nothing")
+    rows = tab.table("bubbles")
+    head = "#panel-bubbles thead th:nth-child({})"
+    order = sorted(range(RANKS), key=lambda rank: -float(rows[rank][2]))
+    for ranks, sort in ((order, "descending"), (order[::-1], "ascending"), (list(range(RANKS)), None)):
+        tab.frame.click(head.format(3))
+        assert [row[0] for row in tab.table("bubbles")] == [f"rank {rank}" for rank in ranks]
+        assert tab.frame.get_attribute(head.format(3), "aria-sort") == sort
+    tab.frame.focus(head.format(1))
+    tab.page.keyboard.press("Enter")
+    tab.page.keyboard.press("Enter")
+    assert [row[0] for row in tab.table("bubbles")] == [f"rank {rank}" for rank in reversed(range(RANKS))]
+    tab.show("drifts/measured", 9)
+    assert [row[0] for row in tab.table("bubbles")] == [f"rank {rank}" for rank in reversed(range(RANKS))]
+    tab.frame.click(head.format(1))
+    amounts = tab.js(
+        f"async () => {{ {MODULE} const {{ amount }} = await module('sorting.js'); "
+        "return ['1.5 ms', '900 µs', '\u22122 s', '+3 KiB', '4 MiB (process)', '12.5%', 'rank 3', '-'].map(amount); }"
+    )
+    assert [None if amount is None or math.isnan(amount) else amount for amount in amounts] == pytest.approx(
+        [1.5e-3, 9e-4, -2.0, 3072, 4 * 2**20, 12.5, None, None]
+    )
+
+
+def test_files_for_other_programs(tab, board, tmp_path):
+    tab.show("one/measured", 4)
+    query = {"run": "one/measured", "step": 4}
+    for form, check in (
+        ("csv", board.get("export", format="csv", **query)[2].__eq__),
+        ("svg", lambda data: b"<svg" in data),
+    ):
+        with tab.page.expect_download() as download:
+            tab.frame.click(f"#export-{form}")
+        download.value.save_as(tmp_path / form)
+        assert check((tmp_path / form).read_bytes()), form
+        assert download.value.suggested_filename == f"one-measured_step_00000004.{form}"
+
+
+PERFETTO = """<script>
+window.addEventListener("message", ({ data, source, origin }) => {
+    if (data === "PING") source.postMessage("PONG", origin);
+    else window.trace = data.perfetto;
+});
+</script>"""
+
+
+def test_a_trace_is_handed_to_perfettos_page(tab):
+    """To a page that answers as Perfetto's does, in another window; where none answers, the way out is told."""
+    tab.show("one/measured", 4)
+    context = tab.page.context
+    context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(body=PERFETTO, content_type="text/html"))
+    with context.expect_page() as opened:
+        tab.frame.click("#export-open")
+    page = opened.value
+    page.wait_for_function("window.trace")
+    trace = json.loads(page.evaluate("new TextDecoder().decode(window.trace.buffer)"))
+    assert page.evaluate("[window.trace.title, window.trace.fileName]") == [
+        "one/measured, step 4",
+        "one-measured_step_00000004.json",
+    ]
+    assert sum(event["ph"] == "X" for event in trace["traceEvents"]) >= len(step_of().spans)
+    page.close()
+    context.unroute_all()
 
 
 # Small windows

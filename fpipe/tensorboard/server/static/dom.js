@@ -1,5 +1,7 @@
 /** Creates elements; text is never parsed as HTML. */
 
+import { sortable } from "./sorting.js";
+
 /**
  * @param {string} tag
  * @param {Record<string, any>} [attributes] `class`, `id`, `aria-*` and so on; `on` holds listeners by event
@@ -37,6 +39,8 @@ export function shortened(text, most = 48) {
 }
 
 /**
+ * A table whose heads sort it.
+ *
  * @param {string} caption
  * @param {(string | {text: string, title?: string})[]} head
  * @param {(Node | string | number)[][]} rows the first cell of each is its header
@@ -49,13 +53,15 @@ export function table(caption, head = [], rows = []) {
   const lines = rows.map(([first, ...cells]) =>
     element("tr", {}, element("th", { scope: "row" }, first), ...cells.map((cell) => element("td", {}, cell))),
   );
-  return element(
+  const made = element(
     "table",
     {},
     element("caption", {}, caption),
     element("thead", {}, element("tr", {}, ...titles)),
     element("tbody", {}, ...lines),
   );
+  sortable(made);
+  return made;
 }
 
 /** A button in a text. */

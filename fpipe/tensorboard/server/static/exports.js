@@ -1,6 +1,7 @@
-/** Exports: the timeline as an image, and a trace for other viewers. */
+/** Exports: the timeline as an image, files for other programs, and the trace in Perfetto's page. */
 
 import { download } from "./dom.js";
+import { handed, opened } from "./perfetto.js";
 import * as routes from "./routes.js";
 
 const NAME = 60; // characters of the run's name in a file name
@@ -8,11 +9,13 @@ const NAME = 60; // characters of the run's name in a file name
 export class Exports {
   constructor(shell, sheet, say, failed) {
     [this.sheet, this.say, this.failed] = [sheet, say, failed];
-    this.button = shell["export-json"];
-    this.title = this.button.textContent;
-    this.making = null; // cancels the trace that is being made
+    this.making = null; // the file that is being made: its button, and what cancels it
     shell["export-png"].addEventListener("click", () => this._image());
-    this.button.addEventListener("click", () => this._trace());
+    for (const form of ["json", "svg", "csv"]) {
+      const button = shell[`export-${form}`];
+      button.addEventListener("click", () => this._made(button, form, (content, name) => this._saved(content, name)));
+    }
+    shell["export-open"].addEventListener("click", ({ currentTarget }) => this._open(currentTarget));
   }
 
   async _image() {
@@ -24,30 +27,45 @@ export class Exports {
     this.say("the image is saved");
   }
 
-  /** Makes a trace, or cancels the one that is being made. */
-  async _trace() {
-    if (this.making) return this.making.abort();
-    if (!this.sheet.main) return;
-    const name = this._name("json");
-    this.making = new AbortController();
-    this.say("making the file; press again to cancel");
-    try {
-      this._told(0);
-      const told = (share) => this._told(share);
-      download(await routes.exported(this.sheet.main.entry, "json", this.making.signal, told), name);
-      this.failed(null);
-      this.say("the file is saved: open it at ui.perfetto.dev");
-    } catch (error) {
-      const ended = this.making.signal.aborted;
-      this.failed(ended ? null : `${error.message}: try again`);
-      if (ended) this.say("the export is cancelled");
-    }
-    this.making = null;
-    this.button.textContent = this.title;
+  _saved(content, name) {
+    download(content, name);
+    return name.endsWith("json") ? "the file is saved: open it at ui.perfetto.dev" : "the file is saved";
   }
 
-  _told(share) {
-    this.button.textContent = `Cancel ${Math.floor(100 * share)}%`;
+  /** Hands the trace to Perfetto's page, whose window opens at once: a browser lets a click open one, and nothing later. */
+  _open(button) {
+    if (!this.sheet.main) return;
+    const { label } = this.sheet.main;
+    const page = this.making ? null : opened();
+    return this._made(button, "json", async (content, name) => {
+      await handed(page, await content.arrayBuffer(), label, name);
+      return "the trace is open in Perfetto’s page";
+    });
+  }
+
+  /**
+   * Makes a file, or cancels it if it is being made.
+   *
+   * @param {HTMLButtonElement} button that shows how much of it is there
+   * @param {(content: Blob, name: string) => string | Promise<string>} use
+   */
+  async _made(button, form, use) {
+    if (this.making) return this.making.button === button && this.making.control.abort();
+    if (!this.sheet.main) return;
+    const [name, title, control] = [this._name(form), button.textContent, new AbortController()];
+    this.making = { button, control };
+    this.say("making the file; press again to cancel");
+    const told = (share) => (button.textContent = `Cancel ${Math.floor(100 * share)}%`);
+    try {
+      told(0);
+      this.say(await use(await routes.exported(this.sheet.main.entry, form, control.signal, told), name));
+      this.failed(null);
+    } catch (error) {
+      this.failed(control.signal.aborted ? null : `${error.message}: try again`);
+      if (control.signal.aborted) this.say("the export is cancelled");
+    }
+    this.making = null;
+    button.textContent = title;
   }
 
   _name(ending) {

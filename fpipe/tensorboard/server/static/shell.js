@@ -50,8 +50,8 @@ const READING = [
    the time that the busiest rank computes more than this one: no order of the same effects can save it. Each wait for a
    value that is not computed yet has the same share of it, at its end.`,
   BUBBLE,
-  `A trace for Perfetto is a file: open it at ui.perfetto.dev by “Open trace file”. The page itself contacts nothing
-   but this TensorBoard.`,
+  `A trace for Perfetto is a file: open it at ui.perfetto.dev by “Open trace file”. Where there is a network, ↗ opens
+   that page and hands it the trace inside this browser. All else contacts nothing but this TensorBoard.`,
 ];
 
 const labelled = (text, control) => element("label", {}, element("span", {}, text), control);
@@ -126,7 +126,12 @@ function toolbar() {
       { class: "joined" },
       button("fit", "Fit", "all of the step (0 or f)"),
       button("export-png", "PNG", "the timeline as it is shown, as an image"),
+      button("export-svg", "SVG", "the timeline of all ranks, as a figure"),
+      button("export-csv", "CSV", "all effects with their times, as a table"),
       button("export-json", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
+      button("export-open", "↗", "opens ui.perfetto.dev in a window and hands it the trace, inside this browser", {
+        "aria-label": "Open in Perfetto’s page",
+      }),
       button("help", "?", "keys and search (?)", { "aria-label": "Help" }),
     ),
   );
