@@ -203,6 +203,11 @@ class Calls:
             yield from prepared.leaves
         yield from flatten(list(self.step.inputs.data)).leaves
 
+    def sums(self) -> Iterator[Any]:
+        """Iterate over the tensors of the sums of weight gradients so far, and None where a leaf has none yet."""
+        for each in self.step.sums.values():
+            yield from each.totals
+
     def slot(self, name: fx.Name) -> int:
         """Return the slot number of a name; a new name gets a new slot."""
         number = self.number.setdefault(name, len(self.number))

@@ -58,6 +58,9 @@ class ValueStore(Protocol):
     def borrowed(self) -> Iterable[Any]:
         """Iterate over the tensors that the caller owns: parameters and microbatches."""
 
+    def sums(self) -> Iterable[Any]:
+        """Iterate over the tensors of the sums of weight gradients so far, and None where a leaf has none yet."""
+
 
 class StepRejected(Exception):
     """A rank can't run this step, and every rank raises an error. No value has travelled."""

@@ -6,7 +6,8 @@ no temporaries. `LiveBytes` sees every event of the allocator instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from fpipe.autodiff.storages import storage_bytes
@@ -63,6 +64,21 @@ class StorageBytes(Generic[Owner]):
     def bytes(self, owner: Owner) -> int:
         """Return the bytes of an owner's storages."""
         return sum(self._sizes[storage] for storage in self._storages.get(owner, ()))
+
+    def by(self, group: Callable[[Owner], str]) -> dict[str, float]:
+        """Return the bytes of each group of owners; a storage counts to the owner that has had it longest.
+
+        >>> import torch
+        >>> x, count = torch.zeros(4), StorageBytes[str](excluded=[])
+        >>> count.add("output", [x])
+        >>> count.add("residuals", [x, torch.zeros(2)])
+        >>> count.by(str.upper)
+        {'OUTPUT': 16.0, 'RESIDUALS': 8.0}
+        """
+        groups = defaultdict[str, float](float)
+        for storage, owners in self._owners.items():
+            groups[group(next(iter(owners)))] += self._sizes[storage]
+        return dict(groups)
 
     def shared(self) -> Iterator[tuple[tuple[Owner, ...], int]]:
         """Yield the owners and bytes of each storage that has more than one owner."""

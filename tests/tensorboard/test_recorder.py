@@ -129,6 +129,10 @@ def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
     assert measured.peak_memory(0) == predicted.peak_memory(0) == pytest.approx(expected, rel=0.02)  # live losses
     assert measured.columns[0].memory[1][-1] < 100
     assert scalars(tmp_path, "measured/rank0")["memory/held_peak_bytes"] == {1: pytest.approx(measured.peak_memory(0))}
+    owners = dict(measured.headers[0].owners)
+    assert 0 < owners.pop("sums of gradients", 1.0) <= sum(x.nbytes for x in flatten(params).leaves)
+    assert sum(owners.values()) == measured.peak_memory(0)
+    assert {"residuals"} <= set(owners) <= {"residuals", "deferred", "activation", "gradient"}
 
 
 def test_receives_say_how_large_what_came_was(tmp_path):

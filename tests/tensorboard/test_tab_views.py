@@ -59,6 +59,16 @@ def record(logdir, steps, early=0.0):
                 writer.timeline(Header("measured", step, rank, "1f1b", timeline.plan), columns)
 
 
+def owned(logdir):
+    """Write a step whose ranks hold 2 KiB from the 5th millisecond on, and 4 KiB from the 6th to the 7th."""
+    owners = {"received": 1024.0, "residuals": 3072.0, "sums of gradients": 512.0}
+    memory = [(0.0, 0.0), (0.005, 2048.0), (0.006, 4096.0), (0.007, 0.0)]
+    for rank in range(RANKS):
+        with Writer(logdir, "measured", rank) as writer:
+            columns = columns_of(step_of(), rank, memory=memory)
+            writer.timeline(Header("measured", 1, rank, "1f1b", step_of().plan, owners=owners), columns)
+
+
 @pytest.fixture(scope="module")
 def chromium():
     with browser() as chromium:
@@ -72,6 +82,7 @@ def logdir(tmp_path_factory):
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
     record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, early=EARLY)
     record(logdir / "drifts", DRIFTS)
+    owned(logdir / "owned")
     write(logdir / "wide", WIDE, schedule="1f1b", unit="s")
     return logdir
 
@@ -79,7 +90,7 @@ def logdir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def board(logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 4)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 5)
         yield board
 
 
@@ -223,7 +234,7 @@ def test_it_recovers_when_the_server_was_started_again(tab, board):
 @thorough
 def test_it_recovers_from_a_real_restart(chromium, logdir):
     with Board(logdir) as board:
-        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 4)
+        board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 5)
         with opened(chromium, board, HASTE) as tab:
             tab.show("one/measured", 3, other="one/predicted")
             tab.press("w")
@@ -470,6 +481,35 @@ def assert_statistics(rows, spans):
         assert [float(row[2]), float(row[3])] == pytest.approx([1e3 * statistics.mean(took), 1e3 * high], abs=0.006)
         assert amount(row[4]) == pytest.approx(sum(took), rel=1e-3)
     assert sum(int(row[1]) for row in rows if row[0] != "host") == len(spans)
+
+
+# Memory
+
+
+def test_memory_is_told_by_owner(tab, logdir):
+    """A click on the memory of a rank: what it holds then, its peak, and who owns that."""
+    tab.show("owned/measured", 1, other="nothing")
+    x, y = tab.js(
+        """() => {
+            const { sheet } = window.fpipe.app;
+            const { y, height } = sheet.layout.groups[1].tracks.find(track => track.kind === "memory");
+            return [sheet.view.x(0.0051), 24 + y + height / 2];
+        }"""
+    )
+    tab.page.mouse.click(*tab.on_page(x, y))
+    tab.until("() => window.fpipe.app.sheet.account")
+    details = tab.text("#details")
+    assert re.search(r"rank\s+1\b", details)
+    assert re.search(r"holds\s+2 KiB", details)
+    assert re.search(r"peak\s+4 KiB at 6 ms", details)
+    rows = tab.js("[...document.querySelectorAll('#details tbody tr')].map(row => row.innerText.split(/\\t+/))")
+    assert [row[:3] for row in rows] == [
+        ["residuals", "3 KiB", "75.0%"],
+        ["received", "1 KiB", "25.0%"],
+        ["sums of gradients", "512 B", "12.5%"],
+    ]
+    tab.press("Escape")
+    assert "Click an effect" in tab.text("#details")
 
 
 # Tables and files

@@ -81,6 +81,7 @@ class Header:
         makespans: of the step in each replica; empty if they were not gathered, or there is one.
         busy: the times that each replica's ranks computed, by rank; empty likewise.
         steps: how many follow each other in it, each with the same effects.
+        owners: the measured bytes at the peak of `Columns.memory`, by owner; empty if they were not measured.
     """
 
     kind: str
@@ -100,6 +101,7 @@ class Header:
     makespans: Sequence[float] = ()
     busy: Sequence[Sequence[float]] = ()
     steps: int = 1
+    owners: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,6 +284,7 @@ def _header(content: Mapping[str, Any], plans: Plans) -> Header:
         makespans=tuple(map(float, content["makespans"])),
         busy=tuple(tuple(map(float, ranks)) for ranks in content["busy"]),
         host=tuple((str(what), float(start), float(end)) for what, start, end in content["host"]),
+        owners={str(owner): float(size) for owner, size in content.get("owners", {}).items()},
         **{name: convert(content[name]) for name, convert in simple.items()},
     )
 
@@ -317,6 +320,7 @@ def _problems(
     yield "times that end before they start", (columns["end"] < columns["start"]).any()
     clock = (header.clock.uncertainty, abs(header.clock.offset)) if header.clock else ()
     sizes = [columns["memory"], columns["bytes"][~np.isnan(columns["bytes"])], header.peak[:1] if header.peak else ()]
+    sizes.append(np.array(list(header.owners.values())))
     amounts = [np.asarray(each) for each in (*sizes, clock)]
     problem = "a count of bytes, or an uncertainty of clocks, that is negative or far too large"
     yield problem, not all(((each >= 0) & (each < MAX_BYTES)).all() for each in amounts)

@@ -90,6 +90,7 @@ class StepCapture:
                 self._header("measured", rank, files),
                 clock=None if self.alone else self._clock(rank),
                 peak=self.peaks[rank],
+                owners=self.memory[rank].owners if rank in self.memory else {},
                 host=self._host(rank),
                 device=device,
                 turns=files.turns,

@@ -8,19 +8,22 @@ from fpipe.handlers.protocol import ValueStore
 from fpipe.profiling.storages import StorageBytes
 from fpipe.programs.program import Program
 
+RECEIVED, SUMS, OTHER = "received", "sums of gradients", "other"
+
 
 class SlotMemory:
     """Measures one rank's store through one step, in bytes.
 
     Counted: values in slots, which are outputs, gradients, residuals, deferred values, and the whole parameters of a
     stage from their gather to their release. Not counted: the parameters that the rank has all the time, and
-    microbatches; accumulators of weight gradients, which live for the whole step; and tensors
-    that eager autograd saves.
+    microbatches; sums of weight gradients, which live for the whole step; and tensors that eager autograd saves.
 
     Args:
         during: for each effect, the bytes when it begins or when it ends, whichever is more.
         after: for each effect, the bytes after the values that it was the last to use are freed.
         sizes: for each receive, the bytes of its value.
+        owners: the bytes at the peak by owner: "received", or the name of a kind of value as the table has it. Beside
+            them, and not a part of the peak, `SUMS`: the sums of weight gradients at that time.
     """
 
     def __init__(self, program: Program, store: ValueStore) -> None:
@@ -29,6 +32,9 @@ class SlotMemory:
         self.during, self.after, self.sizes = [0.0] * count, [0.0] * count, [float("nan")] * count
         self._gathered = {store.slot(Parameters(e.stage)) for e in program if isinstance(e, Gather)}
         self._receives = {store.slot(e.value): at for at, e in enumerate(program) if isinstance(e, Recv)}
+        self.owners: dict[str, float] = {}
+        self._peak, self._labels = 0.0, _labels(program, store)
+        self._labels |= dict.fromkeys(self._receives, RECEIVED)
         self._seen = set[int]()  # slots whose value is counted
         self._bytes: StorageBytes[int] | None = None
         self._at = 0
@@ -61,4 +67,15 @@ class SlotMemory:
                 self._bytes.add(slot, leaves)
                 if slot in self._receives:
                     self.sizes[self._receives[slot]] = float(sum(storage_bytes(leaves).values()))
+        if self._bytes.total > self._peak:
+            self._peak = float(self._bytes.total)
+            sums = float(sum(storage_bytes(self.store.sums()).values()))
+            self.owners = self._bytes.by(lambda slot: self._labels.get(slot, OTHER)) | ({SUMS: sums} if sums else {})
         return float(self._bytes.total)
+
+
+def _labels(program: Program, store: ValueStore) -> dict[int, str]:
+    """Return for each slot the name of its kind of value."""
+    table, plan = program.table, program.plan
+    names = {name for effect in program for name in (*table.needs(effect, plan), *table.gives(effect, plan))}
+    return {store.slot(name): table.values[type(name)].label for name in names if type(name) in table.values}

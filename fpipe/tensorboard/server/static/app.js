@@ -2,7 +2,7 @@
 
 import * as address from "./address.js";
 import * as bookmark from "./bookmark.js";
-import { details, gapDetails } from "./details.js";
+import { details, gapDetails, memoryDetails } from "./details.js";
 import { element, settled, shortened } from "./dom.js";
 import { Exports } from "./exports.js";
 import { Figures } from "./figures.js";
@@ -373,11 +373,16 @@ export class App {
   _selected(spot) {
     const place = this.shell.details;
     this.keep();
-    if (!spot && !this.sheet.idle) {
+    const { idle, account } = this.sheet;
+    if (!spot && !idle && !account) {
       place.replaceChildren(element("p", { class: "faint" }, "Click an effect or idle time, or move to one with , and . or g."));
       return;
     }
-    const pairs = spot ? details(place, this.sheet, spot) : gapDetails(place, this.sheet, this.sheet.idle);
+    const pairs = account
+      ? memoryDetails(place, this.sheet, account)
+      : spot
+        ? details(place, this.sheet, spot)
+        : gapDetails(place, this.sheet, idle);
     this.say(pairs.map(([name, text]) => `${name} ${text}`.trim()).join(", "));
   }
 

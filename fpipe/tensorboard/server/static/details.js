@@ -1,7 +1,8 @@
 /** The details of an effect or a gap, as pairs of a name and a text; and those of the selection. */
 
-import { card, element, items, link } from "./dom.js";
+import { card, element, items, link, table } from "./dom.js";
 import { bytes, change, number, percent, signed, time } from "./format.js";
+import { before } from "./levels.js";
 import { full, short, value } from "./names.js";
 
 const LINKS = 60; // shown links of a chain
@@ -138,6 +139,38 @@ export function gapFacts(capture, gap) {
 function busiest(capture, number) {
   const most = capture.summary.ranks.reduce((a, b) => (b.busy > a.busy ? b : a));
   return `${most.rank}, computes ${time(most.busy - capture.account(number).busy, capture.unit)} more`;
+}
+
+/** Shows what a rank's memory holds at a moment, and who owns it at the peak; returns the details as pairs. */
+export function memoryDetails(place, sheet, { rank: number, when }) {
+  const capture = sheet.main;
+  const rank = capture.ranks.get(number);
+  const pairs = [
+    ["rank", device(rank)],
+    ["at", time(when, capture.unit, 6)],
+    ["holds", bytes(heldAt(rank, when))],
+    ["peak", `${bytes(rank.memory.most)} at ${time(rank.peak, capture.unit, 6)}`],
+  ];
+  place.replaceChildren(...card("memory", pairs, capture.entry.kind), ...owners(rank));
+  return [["memory", ""], ...pairs, ...Object.entries(rank.header.owners ?? {}).map(([owner, size]) => [owner, bytes(size)])];
+}
+
+/** The bytes that a rank holds at a moment. */
+export function heldAt({ memory }, when) {
+  const at = before(memory.at, when);
+  return at < 0 ? 0 : memory.bytes[at];
+}
+
+function owners(rank) {
+  const all = Object.entries(rank.header.owners ?? {}).sort(([, a], [, b]) => b - a);
+  if (!all.length) return [element("p", { class: "faint" }, "Who owned it at the peak was not measured.")];
+  const { most } = rank.memory;
+  const rows = all.map(([owner, size]) => {
+    const bar = element("i", { style: `width:${Math.min(100, (100 * size) / most).toFixed(1)}%` });
+    return [owner, bytes(size), percent(size / most), element("span", { class: "bar owned" }, bar)];
+  });
+  const shown = table("At the peak, by owner; sums of gradients beside it", ["owner", "bytes", "of the peak", ""], rows);
+  return [shown];
 }
 
 /** Shows the selected gap's details and the chain of waits that ended with it; returns the details as pairs. */

@@ -175,6 +175,12 @@ export class Rank {
     return this.kinds[this.kind[row]];
   }
 
+  /** When the memory is at its peak; NaN if it has none. */
+  get peak() {
+    const { at, bytes, most } = this.memory;
+    return at.length ? at[bytes.indexOf(most)] : NaN;
+  }
+
   hue(row, colouring) {
     const kind = this.kindOf(row);
     if (colouring === "kind" || kind.track === "host") return kind.hue;

@@ -34,7 +34,8 @@ export class Pointer {
     this.gap = found?.gap ?? null;
     this._tooltip(found, x, y);
     const beside = found && x < this.sheet.view.left;
-    this.sheet.shell.canvas.style.cursor = found?.spot || found?.gap || beside ? "pointer" : "";
+    const memory = found?.track?.kind === "memory";
+    this.sheet.shell.canvas.style.cursor = found?.spot || found?.gap || memory || beside ? "pointer" : "";
   }
 
   again() {
@@ -59,7 +60,8 @@ export class Pointer {
   click(x, y) {
     const found = this.find(x, y);
     if (found && x < this.sheet.view.left) return this.sheet.fold(found.group.number);
-    if (found?.gap) this.sheet.selectGap(found.gap);
+    if (found?.track?.kind === "memory") this.sheet.selectMemory(found);
+    else if (found?.gap) this.sheet.selectGap(found.gap);
     else this.sheet.select(found?.spot ?? null);
   }
 }

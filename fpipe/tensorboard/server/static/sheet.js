@@ -35,6 +35,7 @@ export class Sheet {
     this.frames = [];
     this.layout = { groups: [], height: 0 };
     this.main = this.other = this.selected = this.idle = this.range = null; // idle: the selected gap
+    this.account = null; // the selected moment of a rank's memory
     this.pointer = new Pointer(this);
     this.matches = this.path = null;
     this.chain = [];
@@ -54,7 +55,7 @@ export class Sheet {
           ? { rank: selected.rank, key: this._rank(selected).key(selected.row) }
           : this._wanted;
       this.pointer.leave();
-      this.range = this.selected = this.idle = this.matches = this.path = null;
+      this.range = this.selected = this.idle = this.account = this.matches = this.path = null;
       this.chain = [];
       if (main.entry.run !== this.main?.entry.run) this.view.forget();
       if (!this.main || count(main.entry) !== count(this.main.entry)) this.collapsed = usual(main.entry);
@@ -301,17 +302,24 @@ export class Sheet {
     const there = found && this.of(found)?.ranks.get(found.rank);
     const spot = there && found.row >= 0 && found.row < there.kind.length ? found : null;
     this.selected = spot;
-    this.idle = null;
+    this.idle = this.account = null;
     this.chain = spot ? this.of(spot).chain(spot) : [];
     if (spot && reveal) this.reveal(spot);
     this.tell.selected(spot);
     this._over();
   }
 
+  /** Selects a rank's memory at a moment: {rank, when}. */
+  selectMemory({ group, when }) {
+    this.select(null);
+    this.account = { rank: group.number, when };
+    this.tell.selected(null);
+  }
+
   /** Selects idle time: {rank, start, end, cause, other}. */
   selectGap(gap, { reveal = false } = {}) {
     const next = this.of(gap).after(gap);
-    this.selected = null;
+    this.selected = this.account = null;
     this.idle = gap;
     this.chain = next && gap.cause !== "host" ? this.of(gap).chain({ ...next, other: gap.other }) : [];
     if (reveal) {
@@ -349,7 +357,7 @@ export class Sheet {
     if (this.range) {
       this.range = null;
       this.tell.ranged(null);
-    } else if (this.selected || this.idle) this.select(null);
+    } else if (this.selected || this.idle || this.account) this.select(null);
     else return false;
     this._over();
     return true;

@@ -1,9 +1,8 @@
 /** The tooltip of the item under the pointer. */
 
-import { facts, gapFacts, gapTitle, title } from "./details.js";
+import { facts, gapFacts, gapTitle, heldAt, title } from "./details.js";
 import { card, shortened } from "./dom.js";
 import { bytes, time } from "./format.js";
-import { before } from "./levels.js";
 
 /** @returns {Node[] | null} for the result of `pick` */
 export function told({ main, other }, twin, { track, spot, gap, when }) {
@@ -16,12 +15,10 @@ export function told({ main, other }, twin, { track, spot, gap, when }) {
 }
 
 function held({ rank }, when, unit) {
-  const at = before(rank.memory.at, when);
-  const now = bytes(at < 0 ? 0 : rank.memory.bytes[at]);
   return [
     ["rank", String(rank.number)],
     ["at", time(when, unit, 6)],
-    ["holds", now],
+    ["holds", bytes(heldAt(rank, when))],
     ["peak", bytes(rank.memory.most)],
   ];
 }
