@@ -406,6 +406,35 @@ def test_a_heat_map_of_ranks_and_microbatches(tab):
     tab.press("Escape")
 
 
+def test_a_heat_map_of_many_columns_shows_means(tab):
+    """A cell for each pixel or two, however many columns there are; a row that has no value stays empty."""
+    found = tab.js(
+        f"""async () => {{
+            {MODULE}
+            const {{ heat }} = await module("heat.js");
+            const columns = Array.from({{ length: 5000 }}, (_, at) => at), value = (row, at) => row ? NaN : at % 5;
+            const text = (row, at, cell) => `${{row}} ${{at}} ${{cell}}`, asked = [];
+            const press = (row, at) => asked.push(at);
+            const place = document.querySelector("#details");
+            place.replaceChildren(...heat({{ name: "", ranks: [0, 1], columns, value, text, press, dark: false }}));
+            const canvas = place.querySelector("canvas");
+            const {{ left, top, width, height }} = canvas.getBoundingClientRect();
+            const said = y => {{
+                const at = {{ clientX: Math.round(left + width / 3), clientY: top + y * height }};
+                canvas.dispatchEvent(new PointerEvent("pointermove", at));
+                canvas.dispatchEvent(new MouseEvent("click", at));
+                return place.querySelector("output").textContent;
+            }};
+            return [canvas.width, said(0.2), said(0.8), asked, width];
+        }}"""
+    )
+    cells, first, second, asked, width = found
+    assert asked == [pytest.approx(5000 / 3, abs=10)] * 2
+    assert (first, second) == (f"0 {asked[0]} 2; the mean from there to {asked[0] + 4}", "rank 1: none")
+    assert (cells, width) == (1000, 560)
+    tab.js("window.fpipe.app.sheet.select(null)")
+
+
 def computed(timeline, rank, microbatch):
     """The time that a rank computes of a microbatch."""
     return sum(span.end - span.start for span in timeline.compute(rank) if span.effect.microbatch == microbatch)

@@ -1,4 +1,4 @@
-/** A heat map: rows of ranks, each cell coloured by how far its value is from the median of all. */
+/** A heat map: rows of ranks, each cell coloured by how far its value is from the median of all cells. */
 
 import { element } from "./dom.js";
 import { percent } from "./format.js";
@@ -9,6 +9,7 @@ const LEAST = 0.02; // share of the median at which the colour is at its end, at
 const TALL = [3, 16]; // pixels of a row, at least and at most
 const HEIGHT = 220; // pixels of the map, where rows need not be smaller
 const WIDTH = 560;
+const COLUMNS = 2 * WIDTH; // at most; of more, a cell is the mean of several
 const SPREAD = 0.98; // the share of the cells whose colours are not cut
 
 /**
@@ -23,31 +24,38 @@ const SPREAD = 0.98; // the share of the cells whose colours are not cut
  * @returns {Node[]}
  */
 export function heat({ name, ranks, columns, value, text, press, dark }) {
-  const cells = Float64Array.from({ length: ranks.length * columns.length }, (_, at) =>
-    value(Math.floor(at / columns.length), at % columns.length),
-  );
+  const each = Math.ceil(columns.length / COLUMNS); // columns of a cell
+  const wide = Math.ceil(columns.length / each);
+  const cells = Float64Array.from({ length: ranks.length * wide }, (_, at) => {
+    const [row, first] = [Math.floor(at / wide), (at % wide) * each];
+    return mean(columns.slice(first, first + each).map((_, past) => value(row, first + past)));
+  });
   const known = cells.filter(Number.isFinite);
   const typical = median(known);
   const off = Float64Array.from(known, (cell) => Math.abs(cell / typical - 1)).sort();
   const most = Math.max(LEAST, off[Math.floor((off.length - 1) * SPREAD)] ?? 0);
-  const canvas = drawn(cells, ranks.length, columns.length, (cell) => cell / typical - 1, most, dark);
-  const label = `${name}: ${ranks.length} ranks, ${columns.length} columns; the table has the figures`;
+  const canvas = drawn(cells, ranks.length, wide, (cell) => cell / typical - 1, most, dark);
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", label);
+  canvas.setAttribute("aria-label", `${name}: ${ranks.length} ranks, ${columns.length} columns; the table has the figures`);
   const said = element("output", { class: "faint" }, "Move over the map; a click goes there.");
   const place = (event) => {
     const { width, height, left, top } = canvas.getBoundingClientRect();
     const share = (at, of, count) => Math.max(0, Math.min(count - 1, Math.floor((at / of) * count)));
-    return [share(event.clientY - top, height, ranks.length), share(event.clientX - left, width, columns.length)];
+    return [share(event.clientY - top, height, ranks.length), share(event.clientX - left, width, wide)];
   };
   canvas.addEventListener("pointermove", (event) => {
     const [row, column] = place(event);
-    const cell = cells[row * columns.length + column];
+    const cell = cells[row * wide + column];
     const by = cell / typical - 1;
     const share = `${percent(Math.abs(by))} ${by < 0 ? "below" : "above"} the median`;
-    said.textContent = Number.isFinite(cell) ? text(row, column, cell, share) : `rank ${ranks[row]}: none`;
+    const mixed = each > 1 ? `; the mean from there to ${columns[Math.min(columns.length, (column + 1) * each) - 1]}` : "";
+    const there = Number.isFinite(cell);
+    said.textContent = there ? `${text(row, column * each, cell, share)}${mixed}` : `rank ${ranks[row]}: none`;
   });
-  canvas.addEventListener("click", (event) => press(...place(event)));
+  canvas.addEventListener("click", (event) => {
+    const [row, column] = place(event);
+    press(row, column * each);
+  });
   return [
     element("h4", {}, name),
     element(
@@ -61,10 +69,16 @@ export function heat({ name, ranks, columns, value, text, press, dark }) {
   ];
 }
 
+/** The mean of the numbers among some; NaN if there is none. */
+function mean(values) {
+  const known = values.filter(Number.isFinite);
+  return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : NaN;
+}
+
 const ends = (list, what = "rank ") => (list.length > 1 ? element("span", {}, `${what}${list.at(-1)}`) : null);
 
 function drawn(cells, rows, columns, share, most, dark) {
-  const wide = Math.max(1, Math.min(24, Math.floor(WIDTH / columns)));
+  const wide = Math.max(0.5, Math.min(24, WIDTH / columns));
   const tall = Math.max(TALL[0], Math.min(TALL[1], Math.floor(HEIGHT / rows)));
   const canvas = element("canvas", { width: columns, height: rows });
   Object.assign(canvas.style, { width: `${wide * columns}px`, height: `${tall * rows}px` });

@@ -5,6 +5,8 @@ import { column, time } from "./format.js";
 import { heat } from "./heat.js";
 import { median } from "./trend.js";
 
+const MOST = 500; // rows of the table
+
 export const microbatches = {
   id: "microbatches",
   title: "Microbatches",
@@ -48,11 +50,12 @@ function computed(rank) {
 function figures(capture, sums, numbers) {
   const all = [...sums.values()].flatMap((own) => Array.from(own.values(), ({ took }) => took));
   const { cell, name } = column(all, capture.unit);
-  const rows = numbers.map((number) => {
+  const rows = numbers.slice(0, MOST).map((number) => {
     const own = [...sums].flatMap(([rank, of]) => (of.has(number) ? [[rank, of.get(number).took]] : []));
     const [slowest, most] = own.reduce((a, b) => (b[1] > a[1] ? b : a));
     const total = own.reduce((sum, [, took]) => sum + took, 0);
     return [`microbatch ${number}`, cell(total), cell(median(own.map(([, took]) => took))), `rank ${slowest}`, cell(most)];
   });
-  return table(`Compute by microbatch${name}`, ["", "all ranks", "median rank", "slowest rank", "its compute"], rows);
+  const cut = numbers.length > MOST ? `, the first ${MOST}` : "";
+  return table(`Compute by microbatch${name}${cut}`, ["", "all ranks", "median rank", "slowest rank", "its compute"], rows);
 }
