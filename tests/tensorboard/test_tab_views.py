@@ -191,7 +191,9 @@ def test_a_link_selects_idle_time(tab, chromium, board):
     tab.press("Escape")
 
 
-BAD = "step=77&effect=9,9999&view=a,b&range=1&folded=1-,x&tab=nothing&colour=blue&height=-9&idle=0,1&shown=toString"
+BAD = (
+    "step=77&beside=gone&effect=9,9999&view=a,b&range=1&folded=1-,x&tab=nothing&colour=blue&height=-9&idle=0,1&shown=x"
+)
 
 
 def test_a_link_to_what_is_not_there_shows_the_rest(chromium, board):
@@ -199,11 +201,12 @@ def test_a_link_to_what_is_not_there_shows_the_rest(chromium, board):
     with opened(chromium, board, HASTE, state) as tab:
         tab.settled("one/measured", max(STEPS))
         assert f"one/measured, step 77: not listed at present; one/measured, step {max(STEPS)}" in tab.text("#notices")
+        assert "gone: not listed at present; it stands beside once it is" in tab.text("#notices")
         assert tab.js("window.fpipe.app.sheet.selected") is None
         assert tab.js("window.fpipe.app.sheet.view.fitted")
         tab.frame.select_option("#step", "2")
         tab.settled("one/measured", 2)
-        assert not tab.frame.is_visible("#notices")
+        assert "step 77" not in tab.text("#notices")
 
 
 def test_it_recovers_when_the_server_was_started_again(tab, board):

@@ -15,7 +15,8 @@ import { legend } from "./legend.js";
 import { Library } from "./library.js";
 import { AXIS } from "./measures.js";
 import { Notices } from "./notices.js";
-import { drawer, nothing, options, splitter } from "./panes.js";
+import { drawer, nothing, splitter } from "./panes.js";
+import { selectors } from "./selectors.js";
 import { Sheet } from "./sheet.js";
 import { TOGGLES } from "./shell.js";
 import { Steps } from "./steps.js";
@@ -184,11 +185,10 @@ export class App {
       shell.empty.replaceChildren(...(flight ? flightContent(flight) : nothing(this.unreachable)));
       return this._ready();
     }
-    const absent = !library.find(this.choice.run, this.choice.step);
-    this.notices.tell("choice", absent ? [missing(this.choice, entry)] : []);
+    this.notices.tell("choice", missing(library, this.choice, entry));
     const other = entry ? this._other(entry) : this.sheet.other?.entry;
-    this._selectors(shown, other ?? null);
-    if (this.tabs.chosen === "steps") void this.steps.load(shown.run);
+    selectors(shell, library, this.choice, shown, other ?? null);
+    this.steps.look(shown.run);
     const key = JSON.stringify([entry, other]);
     if (!entry || key === this.key) return this.loaded && this._recall();
     [this.key, this.loaded] = [key, false];
@@ -247,11 +247,11 @@ export class App {
     this.tabs.choose(link.tab);
   }
 
-  /** Shows the rest of a link's state, now that its capture is there. */
+  /** Shows the rest of a link's state, now that its capture is there; returns whether there was a link. */
   _recall() {
     const { link, sheet, capture } = this;
     this.link = null;
-    if (!link || !capture) return;
+    if (!link || !capture) return false;
     const [view, range] = ["view", "range"].map((name) => bookmark.span(link, name));
     const folded = bookmark.folded(link);
     this.resize(bookmark.height(link));
@@ -266,8 +266,10 @@ export class App {
     if (effect && sheet.of(effect)) sheet.select(effect);
     this.wanted = bookmark.idle(link);
     this.tabs.choose(link.tab); // a range has opened its own
-    sheet.redraw();
+    this.finder.search();
+    this.legend();
     this._idle();
+    return true;
   }
 
   /** Selects the idle time of a link, once the summary lists those of its rank. */
@@ -308,13 +310,13 @@ export class App {
     if (signal.aborted) return;
     sheet.show(main, other, true);
     this.loaded = true;
-    this._recall();
+    const recalled = this._recall();
     sheet.draw(true);
     shell.progress.hidden = true;
     for (const one of [main, other]) for (const [what, reason] of one?.failures ?? []) notices.failed(what, reason);
     figures.headline();
     this.legend();
-    this.finder.search();
+    if (!recalled) this.finder.search();
     this._selected(sheet.selected);
     this.rest();
     this.keep();
@@ -334,38 +336,6 @@ export class App {
     this.sight = null;
     this.figures.clear();
     this._selected(null);
-  }
-
-  _selectors(entry, other) {
-    const { shell, library, choice } = this;
-    const runs = [...new Set([...library.runs, entry.run])].map((run) => [run, run]);
-    const listed = library.steps(entry.run);
-    const steps = listed.some(({ step }) => step === entry.step) ? listed : [...listed, entry];
-    const numbers = steps.map(({ step }) => [String(step), String(step)]);
-    options(shell.run, runs, entry.run);
-    options(shell.step, numbers, String(entry.step));
-    shell["step-prev"].disabled = steps[0].step === entry.step;
-    shell["step-next"].disabled = steps.at(-1).step === entry.step;
-    this._beside(entry, other);
-    shell.follow.checked = choice.follow;
-  }
-
-  /** The choice of a run and of a step to stand beside; of another run, also of the step that is nearest. */
-  _beside(entry, other) {
-    const { shell, library, choice } = this;
-    const { "other-step": list } = shell;
-    const key = (run) => JSON.stringify({ run, step: null });
-    const runs = library.runs.filter((run) => run !== entry.run || library.steps(run).length > 1);
-    const what = other?.what && { run: other.run, step: other.step, what: other.what };
-    const imagined = what ? [[JSON.stringify(what), `this step, if ${other.what} were ideal`]] : [];
-    const pairs = [["null", "nothing"], ...imagined, ...runs.map((run) => [key(run), run])];
-    options(shell.other, pairs, what ? JSON.stringify(what) : other ? key(other.run) : "null");
-    list.hidden = !other || Boolean(what);
-    if (list.hidden) return;
-    const steps = library.steps(other.run).filter(({ step }) => other.run !== entry.run || step !== entry.step);
-    const nearest = [["null", `nearest: ${other.step}`]];
-    const near = choice.other === "auto" || choice.other?.step === null;
-    options(list, [...nearest, ...steps.map(({ step }) => [String(step), String(step)])], near ? "null" : String(other.step));
   }
 
   // Panels
@@ -448,11 +418,15 @@ export class App {
   }
 }
 
-/** The notice of a chosen capture that is not listed. */
-function missing({ run, step }, instead) {
-  const what = step === null ? run : `${run}, step ${step}`;
+/** The notices of chosen captures that are not listed. */
+function missing(library, { run, step, other }, instead) {
   const then = instead ? `${instead.run}, step ${instead.step}, is shown until it is` : "what was loaded of it stays";
-  return `${what}: not listed at present; ${then}`;
+  const texts = library.find(run, step) ? [] : [`${run}, step ${step}: not listed at present; ${then}`];
+  if (!other?.run) return texts;
+  const any = other.step === null;
+  const listed = any ? library.steps(other.run).length : library.find(other.run, other.step);
+  const beside = any ? other.run : `${other.run}, step ${other.step}`;
+  return listed ? texts : [...texts, `${beside}: not listed at present; it stands beside once it is`];
 }
 
 /** The reason why two captures have no common axis. */

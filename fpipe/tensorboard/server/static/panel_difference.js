@@ -38,12 +38,8 @@ function groups({ answer, capture, select }) {
     return [[name, kind.name, signed(group.total, unit), signed(took - its, unit)]];
   });
   if (!rows.length) return element("p", {}, "Every effect that both have took as long.");
-  return table("Effects of one kind on one rank: the median of their differences, and how many there are", [
-    "effects",
-    "kind",
-    "sum of differences",
-    "largest",
-  ], rows);
+  const caption = "Effects of one kind on one rank: the median of their differences, and how many there are";
+  return table(caption, ["effects", "kind", "sum of differences", "largest"], rows);
 }
 
 function ranks({ answer, names, capture }) {
@@ -77,6 +73,7 @@ function effects({ answer, names, capture, later, select }) {
     const [by, shift] = [took - its, row.start[0] - row.start[1] + later];
     return [[name, time(took, unit), time(its, unit), signed(by, unit), change(took, its), signed(shift, unit)]];
   });
-  const head = ["effect", ...names.map((one) => `took, ${one}`), "difference", "", { text: "starts", title: "later, from the first compute of each" }];
+  const starts = { text: "starts", title: "later, from the first compute of each" };
+  const head = ["effect", ...names.map((one) => `took, ${one}`), "difference", "", starts];
   return table("Effects that differ most", head, rows);
 }

@@ -49,7 +49,8 @@ function told(view) {
   const { numbers, go } = view;
   const marks = series(view).flatMap(([name, values]) => {
     const { drift, outliers } = trend(numbers, values);
-    const drifts = drift ? [{ by: drift, text: `${name} drifts ${share(drift)} from step ${numbers[0]} to ${numbers.at(-1)}` }] : [];
+    const span = `from step ${numbers[0]} to ${numbers.at(-1)}`;
+    const drifts = drift ? [{ by: drift, text: `${name} drifts ${share(drift)} ${span}` }] : [];
     const out = outliers.map(({ at, by }) => ({ by, step: numbers[at], text: `step ${numbers[at]}: ${name} ${share(by)}` }));
     return [...drifts, ...out];
   });

@@ -16,6 +16,11 @@ export class Steps {
     this.shown = null; // {run, rows, all, reason}; another object after each change
   }
 
+  /** Fetches those of new steps, if the run was asked for before. */
+  look(run) {
+    if (this.run === run) void this.load(run);
+  }
+
   /** Fetches the figures of a run's steps that are not kept. */
   async load(run) {
     this.run = run;
