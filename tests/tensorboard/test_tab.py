@@ -396,6 +396,8 @@ def test_causes_differ_from_the_track_in_contrast_and_from_each_other_in_pattern
         assert list(theme["causes"]) == list(CAUSES)
         for cause, ink in theme["causes"].items():
             assert contrast(ink, theme["track"]) >= 3, (cause, ink)
+        below, middle, above = ("#{:02x}{:02x}{:02x}".format(*theme["heat"][at]) for at in ("below", "middle", "above"))
+        assert min(contrast(below, middle), contrast(above, middle)) >= 3
     shapes = [tuple(tuple(row) for row in pattern) for pattern in patterns]
     for at, shape in enumerate(shapes):
         assert 0 < sum(map(sum, shape)) < 64

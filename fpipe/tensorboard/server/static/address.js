@@ -22,11 +22,11 @@ export function write(state) {
   const [tab = PLUGIN] = others.filter((part) => !part.includes("="));
   if (tab !== PLUGIN) return;
   const texts = Object.entries(state).filter(([, text]) => text !== null);
-  const given = texts.map(([name, text]) => `${PREFIX}${name}=${encodeURIComponent(String(text).toWellFormed())}`);
-  written = given.join("&");
+  const params = texts.map(([name, text]) => `${PREFIX}${name}=${encodeURIComponent(String(text).toWellFormed())}`);
+  written = params.join("&");
   const there = addressed();
   const url = new URL(there.location.href);
-  url.hash = [...others, ...given].join("&");
+  url.hash = [...others, ...params].join("&");
   if (url.href === there.location.href) return;
   try {
     there.history.replaceState(there.history.state, "", url.href);
