@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fpipe.tensorboard.files.captures import Capture
     from fpipe.tensorboard.files.reader import CaptureId, Listing
 
-_SUFFIXES = (".json", ".svg", ".png", ".pdf", ".csv")
+_SUFFIXES = (".html", ".json", ".svg", ".png", ".pdf", ".csv")
 _MOST_CHARACTERS = 200  # shown of a name
 _MOST_OF_A_NOTICE = 2000  # characters
 _MOST_STEPS = 4  # suggested in place of a missing one
@@ -72,7 +72,8 @@ def timeline(
     out: Annotated[
         Path | None,
         ToFile(
-            help="Write it: .json for Perfetto and Chrome's trace viewer; .svg, .png or .pdf (need matplotlib); .csv, "
+            help="Write it: .html, the Pipeline tab with it and its prediction in one file, to be opened without a "
+            "server; .json for Perfetto and Chrome's trace viewer; .svg, .png or .pdf (need matplotlib); .csv, "
             "a line for each effect."
         ),
     ] = None,
@@ -114,13 +115,13 @@ def report(name: str, step: int | None = None, as_json: bool = False) -> None:
 def _report(run: Run, out: Path | None, as_json: bool) -> None:
     """Write one run's timeline to a file, or show it beside its prediction, as tables or JSON."""
     note([*run.listing.notices, *run.capture.notices])
-    if out:
-        _write(out, run)
     try:
         predicted = _prediction(run)
     except CommandError as error:  # the measurement is still worth showing
         predicted = None
         note([str(error)])
+    if out:
+        _write(out, run, predicted)
     if as_json:
         print_json(_as_json(run, predicted))
     elif not out:
@@ -336,12 +337,30 @@ def _what_if(run: Run, as_json: bool) -> None:
     show(tables.headline(run.title, line, scale), tables.what_if(result, scale))
 
 
-def _write(out: Path, run: Run) -> None:
+def _write(out: Path, run: Run, predicted: Run | None) -> None:
     from fpipe.tensorboard.server.exports import LINES_PER_CALL, CantExport, save
 
+    if out.suffix.lower() == ".html":
+        _write_page(out, [run] if predicted is None else [run, predicted])
+        return
     name = f"write {out}"
     try:
         with replacing(out) as file, progress(name, len(run.capture.timeline.spans) // LINES_PER_CALL) as advance:
             save(run.capture, file, run.title, lambda: advance(name))
     except CantExport as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
+def _write_page(out: Path, runs: Sequence[Run]) -> None:
+    from fpipe.tensorboard.server.standalone import Shown, standalone
+
+    shown = [Shown(f"{_experiment(run)}/{run.key.kind}", run.capture) for run in runs]
+    with progress(f"write {out}"), replacing(out) as file:
+        text = standalone(shown, plain(runs[0].title))
+        file.write_text(text, encoding="utf-8")
+    typer.echo(f"{out}: {format_bytes(len(text.encode()))}, to be opened in a browser", err=True)
+
+
+def _experiment(run: Run) -> str:
+    """Return the name of an experiment: the path below the folder that the user named, else the folder's own name."""
+    return run.key.experiment or run.listing.folder.resolve().name or "run"

@@ -213,7 +213,7 @@ def test_a_folder_may_have_an_at_in_its_name(tmp_path):
         (
             ["mine", "--out", "a.txt"],
             2,
-            "a.txt ends in no known format: take .json, .svg, .png, .pdf or .csv",
+            "a.txt ends in no known format: take .html, .json, .svg, .png, .pdf or .csv",
         ),
         (["mine", "other", "--out", "a.json"], 2, "one timeline is written: name one run"),
         (["mine", "--out", "nowhere/a.json"], 2, "nowhere/a.json can't be written: No such file"),

@@ -1,6 +1,7 @@
 /** Calls of the plugin's routes. Each throws `Refused` with the server's reason. */
 
 import { parse } from "./columns.js";
+import { ask, place } from "./server.js";
 
 const HELD = 1 << 24; // bytes of an export
 
@@ -16,11 +17,11 @@ class Refused extends Error {
 export class Unanswered extends Refused {}
 
 async function answer(route, query, signal) {
-  const url = new URL(`./${route}`, import.meta.url);
+  const url = place(route);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, String(value));
   let response;
   try {
-    response = await fetch(url, { signal });
+    response = await ask(url, { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Unanswered(`TensorBoard does not answer (${error.message}): is it still running?`);

@@ -3,6 +3,7 @@
 import { element } from "./dom.js";
 import { BUBBLE } from "./figures.js";
 import { COLOURINGS } from "./palette.js";
+import { place } from "./server.js";
 
 /** Tracks and marks that can be hidden: [id, label, title, key, shown at first]. */
 export const TOGGLES = [
@@ -62,7 +63,7 @@ export function shell() {
   document.documentElement.lang = "en";
   document.title = "Pipeline";
   document.head.append(
-    element("link", { rel: "stylesheet", href: new URL("./page.css", import.meta.url).href }),
+    element("link", { rel: "stylesheet", href: place("page.css").href }),
     element("link", { rel: "icon", href: "data:," }), // empty, so that browsers do not request one
   );
   document.body.replaceChildren(
