@@ -17,10 +17,11 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fpipe.interop.torch_traces.reading import BadTrace, read
 
@@ -36,7 +37,7 @@ _FIELDS = frozenset(("distributedInfo", "baseTimeNanoseconds", "host_name"))
 _COMPUTE = re.compile(r"\(|\d+[FBIW]\d")
 _SHARDS = re.compile(r"\d+(?:UNSHARD|RESHARD)")
 _RECEIVE, _SEND = "gloo:recv", "c10d::send"  # from its post to the end of its wait; the call that sends
-_MOST = 20_000_000  # of the numbers that are kept of a file
+_MOST = 5_000_000  # of the events that are kept of a file
 _LATEST = 1e16  # microseconds
 
 Stream = tuple[int, int]  # device and stream, the process and the thread of an event
@@ -223,14 +224,9 @@ class _Events:
 
     def _with_device(self, actions: list[Action]) -> tuple[list[Action], tuple[int, ...]]:
         """Return the actions with their times on the device, and the numbers of the devices."""
-        launched = dict(zip(self.launched, self.launched_at, strict=True))
         parts = [defaultdict[Stream, list[float]](list) for _ in actions]  # by stream: first start, last end, time
-        starts = [action.start for action in actions]
-        for correlation, interval, stream, computes in self.kernels:
-            begun = launched.get(correlation, -inf)
-            at = bisect_right(starts, begun) - 1
-            if at >= 0 and begun <= actions[at].end and computes == actions[at].computes:
-                _widen(parts[at][stream], interval)
+        for at, stream, interval in self.kernels.of(actions, self.launched, self.launched_at):
+            _widen(parts[at][stream], interval)
         numbers = defaultdict[str, list[int]](list)
         for at, action in enumerate(actions):
             numbers[action.cell].append(at)
@@ -268,10 +264,28 @@ class _Kernels:
         self.streams.extend(stream)
         self.computes.append(computes)
 
-    def __iter__(self) -> Iterator[tuple[int, Interval, Stream, bool]]:
-        streams = zip(self.streams[::2], self.streams[1::2], strict=True)
-        intervals = zip(self.starts, self.ends, strict=True)
-        return zip(self.correlations, intervals, streams, map(bool, self.computes), strict=True)
+    def of(
+        self, actions: Sequence[Action], launched: array[int], launched_at: array[float]
+    ) -> Iterator[tuple[int, Stream, Interval]]:
+        """Yield the kernels that were launched within an action of their kind: the action's index, stream and time.
+
+        Args:
+            launched, launched_at: the correlations of launches, and when these were.
+        """
+        if not len(launched) or not actions:
+            return
+        correlations, times = np.frombuffer(launched, np.int64), np.frombuffer(launched_at, np.float64)
+        ascending = np.argsort(correlations, kind="stable")
+        own = np.frombuffer(self.correlations, np.int64)
+        places = ascending[np.minimum(np.searchsorted(correlations[ascending], own), len(launched) - 1)]
+        begun = times[places]
+        at = np.searchsorted([action.start for action in actions], begun, side="right") - 1
+        ends, computes = np.array([(action.end, action.computes) for action in actions]).T
+        within = (correlations[places] == own) & (at >= 0) & (begun <= ends[at])
+        within &= computes[at] == np.frombuffer(self.computes, np.uint8)
+        for row in np.flatnonzero(within).tolist():
+            stream = self.streams[2 * row], self.streams[2 * row + 1]
+            yield int(at[row]), stream, (self.starts[row], self.ends[row])
 
 
 def _cell(name: str) -> str:
@@ -288,7 +302,7 @@ def _interval(event: Mapping[str, Any]) -> Interval | None:
     start, took = event.get("ts"), event.get("dur", 0)
     if not (isinstance(start, int | float) and isinstance(took, int | float)):
         return None
-    if not (isfinite(start) and isfinite(took) and abs(start) < _LATEST and 0 <= took < _LATEST):
+    if not (abs(start) < _LATEST and 0 <= took < _LATEST):  # no NaN, either
         return None
     return float(start), float(start + took)
 

@@ -424,6 +424,24 @@ def test_steps_have_the_profilers_numbers(tmp_path):
     assert "1 step not in the traces of all ranks left out" in traces.notices
 
 
+def test_several_windows_of_a_job_are_one_run(tmp_path):
+    """As torchtitan writes them, a folder for each window."""
+    folder, timeline = simulated(tmp_path / "once")
+    for window, number in ((0, 10), (1, 20)):
+        place = tmp_path / "traces" / f"iteration_{number}"
+        place.mkdir(parents=True)
+        for rank in range(3):
+            content = json.loads((folder / f"rank{rank}_trace.json").read_text())
+            later = [each | {"ts": each.get("ts", 0.0) + 9e6 * window} for each in content["traceEvents"]]
+            about = event(f"ProfilerStep#{number}", 9 * window - 0.1, 9 * window + 5)
+            (place / f"rank{rank}_trace.json").write_text(json.dumps(content | {"traceEvents": [about, *later]}))
+    traces = interop.from_traces(tmp_path / "traces")
+    assert [step.step for step in traces.steps] == [10, 20]
+    assert [step.wall for step in traces.steps] == pytest.approx([1_700_000_000.5, 1_700_000_009.5])
+    for step in traces.steps:
+        assert_alike(step.timeline(), timeline)
+
+
 def test_ranks_of_one_replica_are_named_or_found_in_the_mesh(tmp_path):
     folder, timeline = simulated(tmp_path / "one")
     both = tmp_path / "both"
@@ -493,8 +511,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(content, tmp_path):
 def odd_events():
     """Events that no profiler writes."""
     numbers = [None, "1", float("nan"), float("inf"), -1e300, 10**400, [], {}]
-    found = [event("PP:0F0", 0, 1) | {key: value} for key in ("ts", "dur", "pid", "tid") for value in numbers[:-1]]
-    found = [e for e in found if e["ts"] != 10**400 and e["dur"] != 10**400]
+    found = [event("PP:0F0", 0, 1) | {key: value} for key in ("ts", "dur", "pid", "tid") for value in numbers]
     names = ["PP:", "PP:0F", "PP:F0", "PP:0F0 ", "PP:-1F0", "PP:(0F0)OVERLAP_F_B", "PP:٣F٣", "PP:0X1", "</script>"]
     found += [event(name, 0, 1) for name in names]
     return [*found, None, 3, "event", [], {}, {"ph": "X"}, {"ph": "X", "name": 3, "cat": []}]
