@@ -78,6 +78,7 @@ class RankTrace:
     Args:
         rank: the rank in the job.
         host: the name of its host; "" if neither the trace nor the file's name has it.
+        world: the number of the job's ranks; 0 if it is not known.
         pipeline: the ranks of its pipeline, from the job's mesh; empty if they are not known.
         base: nanoseconds that all times are after 1970.
         process: the number of its process; None if it is not known.
@@ -89,6 +90,7 @@ class RankTrace:
     file: Path
     rank: int
     host: str
+    world: int
     pipeline: tuple[int, ...]
     base: int
     process: int | None
@@ -120,6 +122,7 @@ def rank_trace(file: Path) -> RankTrace | None:
         file,
         _rank(job, file),
         _host(fields.get("host_name"), file),
+        _world(job),
         _pipeline(job),
         base if isinstance(base, int) and 0 <= base < 1 << 63 else 0,
         events.process,
@@ -139,6 +142,11 @@ def _rank(job: Mapping[str, Any], file: Path) -> int:
         f"{file} does not say of which rank it is: begin the profiler after init_process_group, or name the "
         "file rank0.json"
     )
+
+
+def _world(job: Mapping[str, Any]) -> int:
+    world = job.get("world_size")
+    return world if isinstance(world, int) and 0 < world < 1 << 20 else 0
 
 
 def _host(name: Any, file: Path) -> str:

@@ -230,10 +230,21 @@ def by_pipeline_rank(traces: Sequence[RankTrace], ranks: Sequence[int] | None) -
         if len(meshes) > 1:
             some = " or ".join(",".join(map(str, mesh)) for mesh in sorted(meshes)[:3])
             raise BadTrace(f"these are the traces of {len(meshes)} pipelines: name the ranks of one, as --ranks {some}")
-        ranks = next(iter(meshes)) if meshes else sorted(by_rank)
+        ranks = next(iter(meshes)) if meshes else _all_ranks(traces)
     if missing := [rank for rank in ranks if rank not in by_rank]:
         raise BadTrace(f"there is no trace of {_ranks(missing)}: bring the files of all ranks into one folder")
     return {at: sorted(by_rank[rank], key=_when) for at, rank in enumerate(ranks)}
+
+
+def _all_ranks(traces: Sequence[RankTrace]) -> list[int]:
+    """Return the ranks that have traces, which are all of the job's, if its number of ranks is known."""
+    ranks, world = sorted({trace.rank for trace in traces}), max(trace.world for trace in traces)
+    if len(ranks) < world:
+        raise BadTrace(
+            f"there are traces of {len(ranks)} of the job's {world} ranks: bring the files of all into one folder, or "
+            "name the ranks of one pipeline, in order, as --ranks 0,2,4"
+        )
+    return ranks
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -77,7 +77,7 @@ def host_events(timeline, rank, shift=0.0):
 def trace(events, rank, **more):
     return {
         "schemaVersion": 1,
-        "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": 9},
+        "distributedInfo": {"backend": "gloo", "rank": rank},
         "traceEvents": [{"ph": "M", "name": "process_name", "pid": 77, "args": {}}, *events],
         "baseTimeNanoseconds": BASE,
         **more,
@@ -635,6 +635,10 @@ def test_folders_without_what_is_needed_are_named(tmp_path):
     folder, _ = simulated(tmp_path / "traces")
     (folder / "rank1_trace.json").unlink()
     assert "no trace has stage 1" in said(run("import-trace", folder, status=1))
+    content = json.loads((folder / "rank2_trace.json").read_text())
+    content["distributedInfo"]["world_size"] = 3
+    (folder / "rank2_trace.json").write_text(json.dumps(content))
+    assert "traces of 2 of the job's 3 ranks: bring the files of all" in said(run("import-trace", folder, status=1))
     assert "there is no trace of rank 1: bring the files" in said(
         run("import-trace", folder, "--ranks", "0,1,2", status=1)
     )
