@@ -13,10 +13,10 @@ MAX_STEPS = 20_000  # whose figures are kept: a few numbers each
 
 
 def figures(capture: Capture) -> dict[str, Any]:
-    """Return a step's makespan, the largest span of a rank, the bubble, and of a loop of steps how many and its period.
+    """Return a step's makespan, the largest span of a rank, the bubble, and of a loop of steps its count and period.
 
-    Times are in the capture's unit. If a rank's clock was not compared, the makespan is the largest span, and the period
-    is None.
+    Times are in the capture's unit. Where a rank's clock was not compared, the makespan is the largest span, and the
+    period is None.
     """
     timeline = capture.timeline
     compared = all(header.clock for header in capture.headers.values())
