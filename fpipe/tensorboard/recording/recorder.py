@@ -218,7 +218,7 @@ class Recorder(Observer):
 
     def _link(self) -> None:
         """Link the flight recorder's file into the logdir, where the tab finds it after a failure."""
-        if (flight := self._own.handler.flight) is not None:
+        if (flight := getattr(self._own.handler, "flight", None)) is not None:
             try:
                 link(flight, self.logdir)
             except OSError as error:
@@ -244,7 +244,7 @@ class Recorder(Observer):
         self._work.close()
         if self._job is not None:
             self._job.files.close()
-            if (flight := self._job.handler.flight) is not None:
+            if (flight := getattr(self._job.handler, "flight", None)) is not None:
                 unlink(flight, self.logdir)
 
     def __enter__(self) -> Recorder:

@@ -4,7 +4,7 @@ import { element, named, table } from "./dom.js";
 import * as routes from "./routes.js";
 
 const MANY = 64; // ranks whose files are read again at each look, and whose rows are shown
-const FINAL = new Set(["gone", "failed", "ended"]); // causes that no longer change
+const FINAL = new Set(["gone", "failed"]); // causes that no longer change
 const FAULTS = new Set(["gone", "failed", "stopped", "silent", "deadlock", "lost"]);
 const SENTENCE = /^.*?(\.(?= )|$)/su; // the first one
 const TURNING = { step: "the step begins", end: "the step has ended" };
