@@ -58,7 +58,7 @@ def test_several_steps_come_back_with_their_period():
     said = summary(found)
     assert (said["steps"], said["period"]) == (4, loop.period)
     each = blobs(loop, steps=4) | {1: blobs(loop)[1]}
-    assert assemble(each).notices[0] == "rank 1 has 1 steps, rank 0 4, and is left out"
+    assert assemble(each).notices[0].startswith("rank 1 is left out: its file has 1 steps, rank 0's 4. Two jobs wrote")
 
 
 def test_a_header_comes_back_as_it_was():

@@ -167,7 +167,7 @@ def _fit(rank: int, header: Header, first: Header) -> None:
     if header.plan != first.plan:
         raise BadColumns(f"has another plan than rank {first.rank}'s", _APART)
     if header.steps != first.steps:
-        raise BadColumns(f"has {header.steps} steps, rank {first.rank} {first.steps}", _APART)
+        raise BadColumns(f"has {header.steps} steps, rank {first.rank}'s {first.steps}", _APART)
     if header.job != first.job and header.job and first.job:
         raise BadColumns(f"is of another job than rank {first.rank}'s", _APART)
 
