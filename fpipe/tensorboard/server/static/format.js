@@ -37,7 +37,7 @@ export function unitOf(value, unit) {
  * show four digits of the largest value, and none an exponent.
  */
 export function column(values, unit) {
-  const largest = Math.max(...values.map(Math.abs), 0);
+  const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   const [factor, name] = unitOf(largest, unit);
   const decimals = largest > 0 ? Math.max(0, Math.min(12, 3 - Math.floor(Math.log10(largest / factor) + 1e-9))) : 0;
   const size = (value) => (Math.abs(value) > largest * NOTHING ? (Math.abs(value) / factor).toFixed(decimals) : "0");
