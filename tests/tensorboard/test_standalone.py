@@ -130,6 +130,18 @@ def test_what_would_help_can_be_seen_beside(opened):
 
 
 @mark
+def test_the_panel_of_steps_has_those_of_the_file(opened):
+    page, logdir = opened
+    page.page.click("#tab-steps")
+    page.until("window.fpipe.app.steps.shown?.rows.length === 1")
+    (row,) = page.js("window.fpipe.app.steps.shown.rows")
+    capture = find(logdir).read(CaptureId("", "measured", 7))
+    assert row["busy"] == {str(rank): pytest.approx(busy) for rank, busy in enumerate(capture.timeline.busy)}
+    assert page.js("window.fpipe.app.steps.shown.reason") is None
+    assert "one captured step" in page.page.inner_text("#panel-steps")
+
+
+@mark
 def test_it_is_drawn_in_colours(opened):
     page, _ = opened
     colours = page.js(

@@ -22,6 +22,7 @@ from fpipe.errors import ScheduleError
 from fpipe.tensorboard.files.captures import Capture, tag
 from fpipe.tensorboard.files.columns import encode
 from fpipe.tensorboard.files.writer import outline
+from fpipe.tensorboard.server import steps
 from fpipe.tensorboard.server.imagined import answer, imagined, unknown
 from fpipe.tensorboard.server.listing import listing
 from fpipe.tensorboard.server.summary import summary
@@ -107,6 +108,7 @@ def _answers(shown: Sequence[Shown]) -> Iterator[Answer]:
     yield "index", {}, _json(listing(_runs(shown)))
     for each in shown:
         yield from _of_capture(each.capture, each.query)
+    yield from _steps(shown)
     for one, other in permutations(shown, 2):
         if one.capture.unit == other.capture.unit:
             difference = Difference(one.capture.timeline, other.capture.timeline)
@@ -130,6 +132,14 @@ def _of_capture(capture: Capture, query: Mapping[str, str]) -> Iterator[Answer]:
         blob = base64.b64encode(encode(header, capture.columns[rank])).decode()
         yield "rank", {**query, "rank": str(rank)}, blob
     yield "summary", query, _json(summary(capture))
+
+
+def _steps(shown: Sequence[Shown]) -> Iterator[Answer]:
+    """Yield the figures of each run's captures, which the page asks for together."""
+    for run in {each.run: None for each in shown}:
+        captures = {each.capture.step: each.capture for each in shown if each.run == run}
+        rows = [{"step": step} | steps.outline(captures[step]) for step in sorted(captures)]
+        yield "steps", {"run": run, "steps": ",".join(map(str, sorted(captures)))}, _json(rows)
 
 
 def _what_if(first: Shown) -> Iterator[Answer]:
