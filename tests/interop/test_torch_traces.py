@@ -593,6 +593,7 @@ def test_what_is_too_large_is_refused(tmp_path, monkeypatch):
         reading.read(file, lambda event: None, lambda name: True)
 
 
+@thorough
 def test_memory_does_not_grow_with_what_is_of_no_use(tmp_path):
     """A trace of 40 MB, of which one step is of a pipeline."""
     folder, _ = simulated(tmp_path / "traces", plan=Plan(Placement.loop(1), 2))
