@@ -142,6 +142,17 @@ def test_the_panel_of_steps_has_those_of_the_file(opened):
 
 
 @mark
+def test_every_panel_has_what_it_asks_for(opened):
+    page, _ = opened
+    tabs = page.js("[...document.querySelectorAll('#tabs button')].filter(tab => !tab.hidden).map(tab => tab.id)")
+    assert len(tabs) > 4
+    for tab in tabs:
+        page.js("id => document.getElementById(id).click()", tab)
+        page.page.wait_for_timeout(200)
+    assert "is not in the file" not in page.js("document.body.innerText")
+
+
+@mark
 def test_it_is_drawn_in_colours(opened):
     page, _ = opened
     colours = page.js(
