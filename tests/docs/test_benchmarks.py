@@ -99,6 +99,36 @@ def test_slices(pools):
     assert [row["over"] for row in rows[::2]] == [1, 1]
 
 
+def test_models_of_unlike_layers_are_as_published():
+    from benchmarks import mixed_models
+
+    numbers = {name: sum(layer.parameters for layer in make()) / 1e9 for name, make in mixed_models.MODELS.items()}
+    assert numbers["llama"] == pytest.approx(6.7, rel=0.02)
+    assert numbers["gemma"] - 0.92 == pytest.approx(9.2, rel=0.05)  # its embedding is its head
+    assert numbers["nemotron-h"] == pytest.approx(8.1, rel=0.05)
+    assert numbers["deepseek"] == pytest.approx(671 + 13, rel=0.05)  # with the layer for one more token
+
+
+def of_partitions(rank, ranks, table):
+    """The rows of a table in a process, of one round."""
+    partitions = benchmark("partitions")
+    partitions.MILLISECONDS = {table: (0.2, 1, 1, 1, 1, 2)}
+    partitions.MICROBATCHES = {table: 2}
+    (rows,) = partitions.job(rank, ranks, table, 1)
+    return rows
+
+
+@pytest.mark.skipif(not ALL, reason="it searches and measures for ten seconds: FPIPE_TESTS=all runs it")
+def test_partitions(pools):
+    rows = pools(2).run(of_partitions, 2, "timed4")[0]
+    assert [row["way"] for row in rows] == ["1f1b", "interleaved", "named", "found"]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
+        assert row["predicted_ms"] >= row["bound_ms"] * (1 - 1e-9)
+        assert sum(row["layers"]) == 6
+    assert rows[3]["predicted_ms"] <= rows[0]["predicted_ms"]
+
+
 def of_timed_stages(rank, table, layer):
     """The rows of a table in a process, of one round."""
     (rows,) = timed.job(rank, 4, table, ["looped-bfs"], layer, 2 * layer, 1)
