@@ -57,7 +57,7 @@ def others(timeline: Timeline, schedule: Schedule | str | None) -> tuple[list[Ot
         return [], [f"other orders were not tried: the captured one can't be simulated: {error}"]
     notices = []
     if orders.error > 0.05:
-        notices.append(f"other orders are simulated: the captured one is {percent(orders.error)} off so")
+        notices.append(f"other orders are simulated; simulated so, the captured one is {percent(orders.error)} off")
     found = [*orders.longer_warm_up(), *orders.named()]
     if schedule is not None:
         more = orders.one_more(schedule)
