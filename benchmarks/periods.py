@@ -5,9 +5,9 @@
     python -m benchmarks.periods --json                            # a list of objects, and nothing else
 
 A loop of `train_step` has no barrier: a rank begins the next step when its own part is done, and the last rank, which
-has begun late, ends late (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4). With one, all ranks
-meet after each step. The two loops take turns in one run, and the optimizer's update of a stage is the last effect of
-its rank in both.
+has begun late, ends late (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4). It finds its first
+values there when it comes. With a barrier, all ranks meet after each step. The two loops take turns in one run, and the
+optimizer's update of a stage is the last effect of its rank in both.
 
 - compute: two ranks of a transformer, with real compute. Ranks must not exceed cores.
 - timed: four ranks whose layers sleep for their cost (benchmarks/timed.py), with real tensors and transfers.
@@ -36,12 +36,12 @@ import fpipe
 from benchmarks import models, timed
 from fpipe import Costs, Pipeline, Placement, handlers, interop
 from fpipe.plan import Plan, Schedule
-from fpipe.schedules import updating, zb_auto, zb_h2
+from fpipe.schedules import one_f_one_b, updating, zb_auto, zb_h2
 from fpipe.stages.pytree import flatten
 
 WIDTH = 256
 KINDS = {"compute": 2, "timed": 4}
-SCHEDULES = ("zb-h2", "zb-auto")
+SCHEDULES = ("1f1b", "zb-h2", "zb-auto")
 
 
 class Model(NamedTuple):
@@ -64,7 +64,8 @@ def model(kind: str, ranks: int, layer: float) -> Model:
 
 
 def schedule_of(name: str, plan: Plan, costs: Costs) -> Schedule:
-    return zb_h2 if name == "zb-h2" else zb_auto(plan, costs, memory_limit=2 * plan.ranks)
+    fixed: dict[str, Schedule] = {"1f1b": one_f_one_b, "zb-h2": zb_h2}
+    return fixed.get(name) or zb_auto(plan, costs, memory_limit=2 * plan.ranks)
 
 
 def job(rank: int, ranks: int, kind: str, layer: float, steps: int, rounds: int) -> Iterator[list[dict[str, Any]]]:

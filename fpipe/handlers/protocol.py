@@ -63,7 +63,7 @@ class ValueStore(Protocol):
 
 
 class StepRejected(Exception):
-    """A rank can't run this step, and every rank raises an error. No value has travelled."""
+    """A rank can't run this step, and every rank raises an error. Nothing of it counts."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))

@@ -3,7 +3,7 @@
 import pytest
 
 from fpipe import Costs, Placement, Plan, ScheduleError, draw, lower, simulate, verify
-from fpipe.effects import Reduce, Update
+from fpipe.effects import Reduce, Send, Update
 from fpipe.schedules import from_table, gpipe, looped_bfs, one_f_one_b, updating, zb_h1, zb_h2
 from fpipe.schedules.catalogue import CATALOGUE
 
@@ -91,12 +91,22 @@ def test_two_ranks_take_the_cost_of_a_step_instead_of_its_makespan(m, update):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_agree_before_a_value_travels(ranks):
-    """The last rank begins ranks - 1 forwards late, of which one is done while the ranks agree."""
-    plan = Plan(Placement.loop(ranks), 4 * ranks)
-    one, loop = (simulate(zb_h2, plan, steps=steps) for steps in (1, 12))
+@pytest.mark.parametrize("update", [0, 1.5])
+def test_a_step_takes_its_cost_on_more_ranks_too(ranks, update):
+    """The last rank begins ranks - 1 forwards late, and the ranks before it have run them when it comes."""
+    plan, costs = Plan(Placement.loop(ranks), 4 * ranks), Costs(update=update)
+    one, loop = (simulate(updating(zb_h2), plan, costs, steps=steps) for steps in (1, 12))
     assert one.makespan == one.cost + ranks - 1
-    assert loop.period == one.makespan - 1
+    assert loop.period == one.cost == 3 * 4 * ranks + update
+
+
+def test_values_that_do_not_lead_wait_until_all_ranks_have_begun():
+    """Of gpipe on two ranks one forward leads: the second value of the last rank's step waits for its begin."""
+    plan, costs = Plan(Placement.loop(2), 4), Costs(update=[0, 30])
+    loop = simulate(updating(gpipe), plan, costs, steps=2)
+    late = loop.step_ends[1][0]
+    sends = [span for span in loop.spans if span.rank == 0 and isinstance(span.effect, Send)][4:]
+    assert [span.start < late for span in sends] == [True, False, False, False]
 
 
 def test_the_wait_for_ranks_that_come_late_is_a_dependency():

@@ -556,7 +556,7 @@ def test_runs_in_other_units_are_not_compared(tab):
 def test_several_steps_are_shown_with_their_period(tab, logdir):
     tab.show("loop/predicted")
     found = capture(logdir, "loop", "predicted", 0)
-    assert "period 20 over 4 steps" in re.sub(r"\s+", " ", tab.text("#headline"))
+    assert "period 19 over 4 steps" in re.sub(r"\s+", " ", tab.text("#headline"))
     for rank in range(3):
         assert tab.js(f"window.fpipe.app.sheet.main.ranks.get({rank}).recorded") == len(found.columns[rank])
 

@@ -10,13 +10,18 @@ Invariants:
 - of the values of several tokens, the signatures of the first two of a microbatch travel, of the prompts and of one
   token: the later ones have the second one's;
 - a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
-  are known; else when the value is first used.
+  are known; else when the value is first used;
+- a leading value (fpipe/programs/leading.py) has a head: a byte before it on its edge, which says whether it was sent
+  before the handshake was over, with the signature that it had in the step before. In a graph there are no heads;
+- before a rank exchanges signatures with all others, it sends the next head on each edge, for which others may wait;
+- a rank leads where its own arguments have the signatures of the step before. Until the handshake is over it sends and
+  receives leading values; it waits for the handshake before anything else travels.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -27,6 +32,7 @@ import torch.distributed as dist
 
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Leaves
+from fpipe.devices import aside, is_capturing
 from fpipe.errors import StageError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections, InFlight
@@ -49,15 +55,19 @@ class RecvRoute:
     Args:
         at, key: the places of its codec in the step.
         is_later: the codec is that of an earlier token.
+        leads: it is a leading value.
         codec: in the running step, once known.
-        arriving: the messages and their works, once posted.
+        arriving: the messages and their works, once posted. The head is the first of them, unless it was read before.
+        head_is_read: in the running step; a head that is not comes with the value.
     """
 
     at: int
     key: tuple[fx.Value, int]
     is_later: bool = False
+    leads: bool = False
     codec: PayloadCodec | None = None
     arriving: tuple[list[torch.Tensor], list[dist.Work]] | None = None
+    head_is_read: bool = False
 
     @property
     def source(self) -> int:
@@ -115,10 +125,19 @@ class KnownOutput:
 
 @dataclass
 class _Sent:
-    """The sends to one rank that are not acknowledged, in order, and how many of this step's are complete."""
+    """The sends to one rank that are not acknowledged, in order, and how many of this step's are complete.
+
+    Args:
+        leading: how many values to this rank lead in each step.
+        led: how many of them were sent in this step.
+        head: that of the next one, and its work, if it was sent ahead of its value.
+    """
 
     in_flight: deque[InFlight] = field(default_factory=deque)
     complete: int = 0
+    leading: int = 0
+    led: int = 0
+    head: InFlight | None = None
 
 
 class Channels:
@@ -128,6 +147,7 @@ class Channels:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
         stateful: some stage has state, or carries, so that values of a microbatch depend on those before it.
         slices: of each microbatch.
+        leading: the values that may travel before the handshake is over, with their edges.
         replicas: gathers and scatters, where there are replicas.
         digest: returns what every replica must have alike in this step, with values of params or without.
         has_compared_values: a step has compared the values of params.
@@ -135,6 +155,10 @@ class Channels:
         early: receives that came before the end of the handshake, which is when they are posted; None after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch, or slice of one; those of values that belong to none are the last.
+            Until the handshake is over, those of the step before.
+        codecs_before: those of the step before.
+        has_heads: leading values have heads in the running step.
+        leads: they may travel now.
         step: the number of the running step, among those of this program.
         learned: that of the last step that has learned something, among all steps of the handler.
     """
@@ -147,6 +171,7 @@ class Channels:
         stateful: bool = False,
         slices: int = 1,
         replicas: Callable[[Callable[[], None]], ReplicaChannels] | None = None,
+        leading: Collection[tuple[fx.Value, tuple[int, int]]] = (),
     ) -> None:
         self.connections, self.handshake, self.receipts = connections, handshake, receipts
         self.process = connections.grid.process
@@ -155,9 +180,9 @@ class Channels:
         self.has_compared_values = False
         self.agreed: Callable[[], None] = _nothing
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
-        self.stateful, self.slices = stateful, slices
-        self.step = 0
-        handshake.steps.learners[handshake.program], handshake.has_learned = self, self.has_learned
+        self.stateful, self.slices, self.leading = stateful, slices, leading
+        self.step, self.leads, self.has_heads = 0, False, False
+        handshake.steps.learners[handshake.program], handshake.has_learned = self, self._begin_exchange
         self.forget()
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
@@ -173,6 +198,7 @@ class Channels:
         self._output_of = lru_cache(REMEMBERED)(lambda key: KnownOutput())
         self.names: list[Names] = []
         self.known, self.codecs = KnownStep(), list[Codecs]()
+        self.codecs_before = self.codecs
         self.learned = 0
 
     def has_learned(self) -> None:
@@ -184,14 +210,22 @@ class Channels:
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
         sent, (at, key, is_later) = self.sent[target], _place(value, target, self.slices)
-        process = self.process(target)
+        process, leads = self.process(target), (value, (source, target)) in self.leading
+        sent.leading += leads
 
         def send(payload: Payload) -> None:
-            if self.early is not None:
-                self.agree()
-            codec = self._known(self.codecs[at].sent.get(key), is_later) or self._announce(value, target, payload)
-            messages = codec.messages(payload)
+            messages: list[torch.Tensor] | None = None
+            is_early = leads and self._may_lead()
+            if is_early:
+                codec = self._known(self.codecs[at].sent.get(key), is_later)
+                messages = None if codec is None else codec.messages(payload)
+                is_early = messages is not None
             if messages is None:
+                self.agree()
+                codec = self._known(self.codecs[at].sent.get(key), is_later) or self._announce(value, target, payload)
+                messages = codec.messages(payload)
+            if messages is None:
+                assert codec is not None
                 raise self._error(
                     value,
                     f"{value} is {signature_of(payload).text()}, where equal inputs gave {codec.signature.text()} "
@@ -204,7 +238,14 @@ class Channels:
                     raise self._error(
                         value, f"{value} is on {message.device}, and this handler moves values on {where}"
                     )
-            sent.in_flight.append((self.connections.send(messages, process), messages))
+            if leads and self.has_heads and sent.head is None:
+                messages = [_head(is_early), *messages]
+            works = self.connections.send(messages, process)
+            if sent.head is not None:
+                works[:0], head = sent.head
+                messages = [*head, *messages]
+            sent.in_flight.append((works, messages))
+            sent.led, sent.head = sent.led + leads, None
 
         return send
 
@@ -213,11 +254,8 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route, receipt, sent = (
-            RecvRoute(*_place(value, source, self.slices)),
-            self.receipts.get(value, 0),
-            self.sent[source],
-        )
+        route = RecvRoute(*_place(value, source, self.slices), (value, (source, target)) in self.leading)
+        receipt, sent = self.receipts.get(value, 0), self.sent[source]
         self.receives[value, source] = route
         process = self.process(source)
 
@@ -228,14 +266,16 @@ class Channels:
                 self._post(route)
 
         def wait() -> Payload:
-            if self.early is not None:
-                self.agree()
+            if self.early is not None and route.arriving is None:
+                self._lead(route, purpose)
             while route.arriving is None:
-                self._receive_signature(source, purpose)
+                self._advance(source, purpose)
             assert route.codec is not None
             messages, works = route.arriving
             self.connections.wait(works, process, purpose)
             route.arriving = None
+            if self._awaits_head(route):
+                messages = messages[1:]
             if receipt > sent.complete:
                 self._release(source, sent, receipt)
             return route.codec.payload(messages)
@@ -247,7 +287,10 @@ class Channels:
     def begin(self, inputs: Inputs, has_loss: bool) -> None:
         """Begin the handshake of a step; does not wait."""
         self._clear()
-        self.handshake.begin(inputs, has_loss)
+        steps, self.codecs_before = self.handshake.steps, self.codecs
+        self.has_heads = bool(self.leading) and not is_capturing()
+        may_lead = self.has_heads and bool(self.names) and steps.follows_a_result
+        self.leads = self.handshake.begin(inputs, has_loss, may_lead)
 
     def scatter(self, stage: int, rank: int) -> tuple[Callable[[Step], None], Callable[[Step], Callable[[], Leaves]]]:
         assert self.replicas is not None
@@ -264,7 +307,7 @@ class Channels:
         """Wait for the handshake; only the first call of a step does anything."""
         if self.early is None:
             return
-        early, self.early = self.early, None
+        early, self.early, self.leads = self.early, None, False
         self.step += 1
         self.handshake.wait()
         if self.handshake.names != self.names:
@@ -311,13 +354,14 @@ class Channels:
         self._clear()
 
     def _clear(self) -> None:
-        self.early, self.signatures = [], []
+        self.early, self.signatures, self.leads = [], [], False
         self.unposted.clear()
         for route in self.receives.values():
             route.codec = route.arriving = None
+            route.head_is_read = False
         for sent in self.sent.values():
             sent.in_flight.clear()
-            sent.complete = 0
+            sent.complete, sent.led, sent.head = 0, 0, None
 
     def _post(self, route: RecvRoute) -> None:
         """Post a receive, or put it off until its signature, or one ahead of it, has come."""
@@ -330,13 +374,78 @@ class Channels:
         """Post the receives up to the first whose signature is not known."""
         while waiting:
             route = waiting[0]
+            if self._awaits_head(route) and self.codecs is not self.codecs_before:
+                return  # the head says which codec the value has
             shared = self.codecs[route.at].received.get(route.key)
             route.codec = route.codec or self._known(shared, route.is_later)
             if route.codec is None:
                 return
             waiting.popleft()
-            messages = route.codec.buffers()
-            route.arriving = messages, self.connections.receive(messages, self.process(route.source))
+            self._receive(route)
+
+    def _receive(self, route: RecvRoute) -> None:
+        """Post the receive of a value whose codec is known, and of its head."""
+        assert route.codec is not None
+        messages = route.codec.buffers()
+        if self._awaits_head(route):
+            messages = [_head(), *messages]
+        route.arriving = messages, self.connections.receive(messages, self.process(route.source))
+
+    # Before the handshake is over
+
+    def meet(self) -> None:
+        """Wait for the handshake after a peer is lost: where a rank refuses the step, it ends the waits of others."""
+        if self.leading and self.early is not None:
+            self.agree()
+
+    def _begin_exchange(self) -> None:
+        """Send the next head on each edge before all ranks exchange signatures: a rank that leads may wait for it."""
+        self.has_learned()
+        for target, sent in self.sent.items():
+            if self.has_heads and sent.led < sent.leading and sent.head is None:
+                head = [_head()]
+                sent.head = self.connections.send(head, self.process(target)), head
+
+    def _awaits_head(self, route: RecvRoute) -> bool:
+        """Whether a head comes before a value that has not been read."""
+        return self.has_heads and route.leads and not route.head_is_read
+
+    def _may_lead(self) -> bool:
+        """Whether leading values still travel; once the handshake is over, it is waited for."""
+        return self.early is not None and self.leads and not self.handshake.is_over
+
+    def _lead(self, route: RecvRoute, purpose: str) -> None:
+        """Receive the values of an edge up to one, as long as they are sent early; else wait for the handshake."""
+        while self._may_lead() and route.arriving is None:
+            assert self.early is not None
+            first = next(each for each in self.early if each.source == route.source)
+            first.codec = self._known(self.codecs[first.at].received.get(first.key), first.is_later)
+            if first.codec is None or not first.leads or not self._is_early(first, purpose):
+                first.codec = None
+                break
+            self.early.remove(first)
+            self._receive(first)
+        if route.arriving is None:
+            self.agree()
+
+    def _is_early(self, route: RecvRoute, purpose: str) -> bool:
+        """Wait for the head of a value; return whether it was sent before the end of the handshake."""
+        head, process = _head(), self.process(route.source)
+        self.connections.wait(self.connections.receive([head], process), process, purpose)
+        route.head_is_read = True
+        with aside():
+            return bool(head)
+
+    def _advance(self, source: int, purpose: str) -> None:
+        """Receive the head or the signature for which the next value of a rank waits, and post what waits for it."""
+        route = self.unposted[source][0]
+        if not self._awaits_head(route) or self.codecs is self.codecs_before:
+            self._receive_signature(source, purpose)
+            return
+        if self._is_early(route, purpose):
+            shared = self.codecs_before[route.at].received.get(route.key)
+            route.codec = self._known(shared, route.is_later)
+        self._post_known(self.unposted[source])
 
     def _release(self, peer: int, sent: _Sent, count: int) -> None:
         """Release the first `count` values sent to a peer in this step."""
@@ -424,6 +533,11 @@ def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value
     token = getattr(value, "token", 0)
     first: dict[str, Any] = {"microbatch": 0} | ({"token": 1} if token > 1 else {})
     return m * slices + slice_of(value), (replace(value, **first), rank), token > 1
+
+
+def _head(is_early: bool = False) -> torch.Tensor:
+    with aside():
+        return torch.tensor([is_early], dtype=torch.uint8)
 
 
 def _dense(spec: Any) -> Any:

@@ -31,7 +31,7 @@ from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.activity import Activity, Markers
 from fpipe.handlers.distributed.backends import Backend, Edge, as_bytes, rounds
 from fpipe.handlers.distributed.grid import Grid
-from fpipe.handlers.distributed.groups import GLOO, Groups
+from fpipe.handlers.distributed.groups import GLOO, Groups, Key
 from fpipe.handlers.distributed.lifeline import Lifeline
 from fpipe.handlers.distributed.signature import decode, encode, signature_of
 from fpipe.handlers.distributed.stage_groups import StageGroup
@@ -86,6 +86,7 @@ class Connections:
         self.edges, self.closed, self.used = self.groups.edges, self.groups.closed, self.groups.used
         self.planned: frozenset[Edge] = frozenset()  # of all ranks
         self.lanes: dict[str, Sequence[int]] = {}  # the processes of each
+        self.given_up: set[Edge] = set()  # with messages of a failed step that may come yet
         self.on_loss: Callable[[str], object] = str
         # Also at the interpreter's exit: gloo's threads must not outlive it.
         weakref.finalize(self, self.groups.close)
@@ -169,7 +170,8 @@ class Connections:
 
     def missing(self) -> list[str]:
         """Return the names of the connections that this process should have and has not."""
-        edges = [_name_of(edge) for edge in self.planned if self.rank in edge and edge not in self.edges]
+        lost = [edge for edge in self.planned if edge not in self.edges or edge in self.given_up]
+        edges = [_name_of(edge) for edge in lost if self.rank in edge]
         lanes = [_name_of_lane(lane, ranks) for lane, ranks in self.lanes.items() if lane not in self.groups.lanes]
         return edges + lanes + ["results"] * self._lacks_results
 
@@ -183,6 +185,7 @@ class Connections:
         edges = {_edge_of(name) for name in names if name[0].isdigit()}
         self.groups.drop([*edges, *lanes, "control", *({"results"} & set(names))])
         self.planned |= edges
+        self.given_up.clear()
         with self._connecting():
             self._connect_control()
             self._connect(edges, lanes)
@@ -380,9 +383,19 @@ class Connections:
 
     def cut_used(self) -> None:
         """Break the connections on which the running step has posted, so that peers that wait get an error at once."""
-        keys = [*self.used, "control"]
+        self._cut([*self.used, "control"])
+
+    def cut_edges(self) -> None:
+        """Break all edges of this rank, so that peers that wait on one get an error at once."""
+        self._cut([*self.edges])
+
+    def _cut(self, keys: Collection[Key]) -> None:
         self.groups.cut(keys)
         self.groups.drop(keys)
+
+    def give_up_used(self) -> None:
+        """Have the edges on which the running step has posted made again, once all ranks have come to the next one."""
+        self.given_up.update(edge for edge in self.edges if edge in self.used)
 
     def abort(self) -> None:
         """Break all connections, so that peers that wait for this process get an error at once.

@@ -1,10 +1,11 @@
 """One rank of one replica in each process, over torch.distributed: gloo on the CPU, NCCL on GPUs.
 
 A step begins with the handshake: numbers of all ranks, from which each learns whether the inputs have the signature of
-an earlier step and whether every rank can run the step. Ranks wait for it before the first value is received or
-sent. The losses travel after the last forward (losses.py), and a rank returns when its own program has ended. A rank
-that fails raises its error, its peers raise `TransportError` with its reason, and the next step may go on where none of
-them has returned: steps.py.
+an earlier step and whether every rank can run the step. Ranks wait for it before values are received or sent, but for
+the first activations of a step like the one before (channels.py), and before anything is updated. The losses travel
+after the last forward (losses.py), and a rank returns when its own program has ended. A rank that fails raises its
+error, its peers raise `TransportError` with its reason, and the next step may go on where none of them has returned:
+steps.py.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from fpipe.handlers.protocol import (
 )
 from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
+from fpipe.programs.leading import leading
 from fpipe.programs.program import Program
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
@@ -232,6 +234,7 @@ class Distributed:
             plan.slices > 1 or any(stage.stateful for stage in pieces.pipeline.stages),
             plan.slices,
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
+            frozenset() if connections.device.asynchronous else leading(programs),
         )
         device, markers = connections.device, connections.activity.markers
 
@@ -349,13 +352,19 @@ def _last_forward(program: Program) -> int:
 
 
 class _InPlace(NamedTuple):
-    """Updates in place: after the first one, a failure of the step ends the handler."""
+    """Updates in place: after the first one, a failure of the step ends the handler.
+
+    Args:
+        agree: waits for the handshake of the step.
+    """
 
     steps: Steps
+    agree: Callable[[], None]
     update: Updates
     donates: bool = True
 
     def __call__(self, gradients: Mapping[int, Any]) -> None:
+        self.agree()
         self.steps.irrevocable = DONATED
         self.update(gradients)
 
@@ -404,7 +413,7 @@ class _CompiledProgram:
     def _step(self, inputs: Inputs) -> Results:
         executor = self.executor
         if inputs.update is not None and inputs.update.donates:
-            inputs = replace(inputs, update=_InPlace(self.steps, inputs.update))
+            inputs = replace(inputs, update=_InPlace(self.steps, self.channels.agree, inputs.update))
         try:
             inputs = executor.agreed(
                 inputs, partial(self._begin, inputs), self.steps.departure, self.processes, self.mesh
@@ -419,7 +428,10 @@ class _CompiledProgram:
             if inputs.broken is None:
                 self.ahead.trace()
             self._run(inputs, has_loss)
-        except (PeerLost, StepRejected, TransportError):
+        except PeerLost:
+            self.channels.meet()
+            raise
+        except (StepRejected, TransportError):
             raise
         except Exception as error:
             self.channels.handshake.meet(error)

@@ -1,8 +1,8 @@
 """The handshake that begins a step: its signatures, its rows, and whether every rank can run it.
 
 All ranks of all replicas send each other a few numbers, posted before the first effect and waited for when the first
-value travels. A rank gives a pair of random numbers for each signature: one for what all microbatches have in common,
-and one for each microbatch. Their sums over the ranks of a replica name it.
+value travels, those excepted that lead (channels.py). A rank gives a pair of random numbers for each signature: one for
+what all microbatches have in common, and one for each microbatch. Their sums over the ranks of a replica name it.
 
 Invariants:
 - the first exchange of every call has rows of one size, so that ranks that came to different calls can compare them;
@@ -42,6 +42,7 @@ T = TypeVar("T")
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
 WIDTH = 11  # the most numbers that a call gives
+REFUSES, LEADS = 1, 2  # how a rank comes to a call
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
@@ -55,12 +56,15 @@ class RollCall:
         call: a number for it, the same on every rank, or they came to different calls.
         numbers: at most `WIDTH`.
         error: why this rank can't.
+        leads: values of this rank may travel before all ranks have come.
     """
 
-    def __init__(self, steps: Steps, call: int, numbers: list[int], error: BaseException | None) -> None:
+    def __init__(
+        self, steps: Steps, call: int, numbers: list[int], error: BaseException | None, leads: bool = False
+    ) -> None:
         self._steps, self._connections, self._failures = steps, steps.connections, steps.failures
         self._count, self._error = len(numbers), error
-        self._row = [call, error is not None, *numbers, *[0] * (WIDTH - len(numbers))]
+        self._row = [call, REFUSES * (error is not None) + LEADS * leads, *numbers, *[0] * (WIDTH - len(numbers))]
         self._works: list[dist.Work] | None = None
         with suppress(PeerLost):  # that a rank is gone shows in the wait
             self._post()
@@ -87,9 +91,9 @@ class RollCall:
         rows = None
         while rows is None:
             rows = self._await(purpose)
-        self._steps.has_met = True
+        self._steps.has_met, self._steps.is_led = True, any(way & LEADS for _, way, *_ in rows)
         numbers = [row[2 : 2 + self._count] for row in rows]
-        if any(refused for _, refused, *_ in rows):
+        if any(way & REFUSES for _, way, *_ in rows):
             return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
         calls, grid = [call for call, *_ in rows], self._connections.grid
         if others := [process for process, call in enumerate(calls) if call != calls[0]]:
@@ -130,6 +134,11 @@ class RollCall:
             raise StepRejected(TransportError(f"{self._failures.name} can't run the step, for a peer can't: {reason}"))
         return numbers
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self._works is None or all(work.is_completed() for work in self._works)
+
     def clear(self) -> None:
         """Drop the works: a pending one would keep its connection open."""
         self._works = None
@@ -159,7 +168,7 @@ class Handshake:
 
     Args:
         program: its number, the same on every rank, and another one for every other program of the handler.
-        has_learned: is called when names that are new become known.
+        has_learned: is called before ranks exchange what makes new names known.
         names: after `wait`, those of every replica.
         rows: after `wait`, the rows of the whole batch, of all replicas, if any rank has them.
         here: those of this replica.
@@ -172,6 +181,7 @@ class Handshake:
         self.names: list[Names] = []
         self._token_of = tokens()
         self._tokens: list[int] = []
+        self._tokens_before: list[int] | None = None  # of the last step whose names became known
         self._settings: dict[str, object] = {}
         self.has_learned: Callable[[], None] = lambda: None
         self.forget()
@@ -182,12 +192,14 @@ class Handshake:
         """Forget the names of all inputs."""
         # All ranks look up the same sums in the same order, so that they forget the same ones.
         self._known = lru_cache(REMEMBERED_STEPS)(lambda sums: _KnownNames())
+        self._tokens_before = None
 
-    def begin(self, inputs: Inputs, has_loss: bool) -> None:
-        """Post this rank's part; does not wait.
+    def begin(self, inputs: Inputs, has_loss: bool, may_lead: bool = False) -> bool:
+        """Post this rank's part; does not wait. Return whether this rank leads.
 
         Args:
             has_loss: this rank computes the loss of a microbatch.
+            may_lead: values may travel before the handshake is over, if the signatures are those of the step before.
         """
         self.rows = self.here = inputs.rows
         rows = inputs.rows if inputs.weighed and inputs.rows is not None else UNKNOWN
@@ -199,7 +211,14 @@ class Handshake:
         settings, rng, data = contents.of_settings(inputs), contents.of_rng(inputs), contents.of_data(inputs)
         leaving, digest = self.steps.departure.number, _digest(self._tokens)
         numbers = [leaving, apart, lacks_rows, rows, order, settings, rng, *data, *digest]
-        self.roll = RollCall(self.steps, self.program, numbers, inputs.broken)
+        leads = may_lead and inputs.broken is None and self._tokens == self._tokens_before
+        self.roll = RollCall(self.steps, self.program, numbers, inputs.broken, leads)
+        return leads
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` returns, or raises, at once."""
+        return self.roll is None or self.roll.is_over
 
     def meet(self, error: BaseException) -> None:
         """Wait until every rank has begun the step, in which this one has failed before it knew that.
@@ -284,6 +303,7 @@ class Handshake:
         if rows:
             self.rows, self.here = sum(rows), rows[grid.replica]
         self.names = self._names([row[-2:] for row in calls])
+        self._tokens_before = self._tokens
 
     def _check_content(self, name: str, numbers: Sequence[int]) -> None:
         """Check that ranks of one replica that were given trees of one structure were given the same values."""

@@ -1,7 +1,8 @@
 """The steps and set-ups of a handler, which all ranks make together: a failure of one is a failure of all.
 
 A step is refused, fails, or loses a rank:
-- refused: a rank can't begin it, and says so in the roll call. Every rank raises, and no connection is cut.
+- refused: a rank can't begin it, and says so in the roll call. Every rank raises, and no connection is cut, unless
+  some rank leads: its values may be on their way. Then all cut the edges, and connect again in the next step.
 - failed: a rank that is still there fails in the middle. It writes its reason into the job's store, and cuts the
   connections on which it has posted something; so do the others, whose waits end. In the next step all connect again.
 - lost: a rank is gone, or does not come in time. The handler ends.
@@ -11,7 +12,7 @@ that, because they return results of several ranks or close the connections, cal
 
 Invariants:
 - a rank cuts connections only when every rank has begun the step: one may still be in an earlier one, as of
-  `evaluate`, whose values this one has sent;
+  `evaluate`, whose values this one has sent. Those that it could not cut it gives up when all come to the next step;
 - nothing is cut before the device has done the steps that all ranks have ended;
 - all ranks connect again, or none: they compare messages in the job's store, and decide alike;
 - connections on which no rank has posted anything in the failed step are kept;
@@ -66,6 +67,8 @@ class Steps:
     Attributes:
         failure: of the last step, until the ranks are connected again.
         has_met: whether every rank is known to have begun the running step.
+        is_led: whether some rank is known to lead in it.
+        follows_a_result: all ranks have results of the call before, or the handler ends.
         irrevocable: why the running step can't be repeated once it fails; None where it can.
         learners: what was learned, by the number of its program.
     """
@@ -76,7 +79,7 @@ class Steps:
         self.connections, self.failures, self._limit = connections, failures, compute_timeout
         self.departure = departure or Departure(is_alone=False)
         self.failure: Failure | None = None
-        self.has_met = False
+        self.has_met = self.is_led = self.follows_a_result = False
         self.irrevocable: str | None = None
         self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()
         self._refused: BaseException | None = None
@@ -117,6 +120,8 @@ class Steps:
                 self._check_cut()
         except StepRejected as refused:
             self._refused = refused.error
+            if self.is_led:
+                self._give_up_edges(refused.error)
             raise refused.error from refused.error.__cause__
         except PeerLost as lost:
             clear()
@@ -206,6 +211,7 @@ class Steps:
 
     def _begin(self, is_repeatable: bool) -> None:
         self.failures.check()
+        self.follows_a_result = not (self._is_repeatable or self.is_over)
         if not self._is_repeatable:
             self.connections.activity.markers.commit()
         self.connections.activity.enter()
@@ -213,7 +219,7 @@ class Steps:
             self.connections.used.clear()
             self.connections.groups.lent.clear()
         self.connections.groups.ends.clear()  # the roll call of this step comes after them
-        self.has_met, self._refused, self._is_repeatable = False, None, is_repeatable
+        self.has_met, self.is_led, self._refused, self._is_repeatable = False, False, None, is_repeatable
         self.irrevocable = None
 
     def _check_cut(self) -> None:
@@ -335,6 +341,16 @@ class Steps:
             return
         if self.has_met:
             self.connections.cut_used()
+        else:
+            self.connections.give_up_used()
+
+    def _give_up_edges(self, error: BaseException) -> None:
+        """Cut the edges after a step that all ranks refuse: some of its values may be on their way.
+
+        The roll call of others may still be under way, on connections that stay.
+        """
+        self.failure = Failure(self.number, self.failures.reason(error), self.connections.rank, self._is_repeatable)
+        self.connections.cut_edges()
 
     def _end(self, reason: str) -> None:
         """End the handler."""
