@@ -58,6 +58,10 @@ class Sharing:
         return self.handler.beside
 
     @property
+    def flight(self):
+        return self.handler.flight
+
+    @property
     def replays(self):
         return self.handler.replays
 
