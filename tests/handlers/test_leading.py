@@ -21,9 +21,10 @@ SAID = {
     "raises": "rank 1, stage 1, microbatch 0: Forward raised ArithmeticError: at once",
     "interrupt": "stopped",
     "elsewhere": "rank 3 came to another step than rank 0",
+    "program": "rank 1 came to another step than rank 0",
 }
-LEADING = {"raises": 1, "interrupt": 1, "batch": 0}
-"""The last rank that runs a forward before the late one has come; where it is not the one before that."""
+LEADING = {"raises": 1, "interrupt": 1, "batch": 0, "program": 0}
+"""By change the last rank that runs a forward before the late one has come; rank 2 for the others."""
 
 
 @pytest.mark.parametrize("schedule", sample(["zb_h2", "gpipe", "one_f_one_b"], ["zb_h2"]))

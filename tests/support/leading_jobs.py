@@ -13,8 +13,9 @@ from tests.support.faults import layer
 from tests.support.jobs import differences
 
 LATE, MICROBATCHES = 0.3, 6
-CHANGES = ("nothing", "target", "batch", "params", "rng", "raises", "interrupt", "elsewhere")
-"""How the late step differs from those before: on the last rank; by its rows; or by a forward that fails on rank 1."""
+CHANGES = ("nothing", "target", "batch", "params", "rng", "raises", "interrupt", "elsewhere", "program")
+"""How the late step differs from those before: on the last rank; by its rows; or by what rank 1 does, whose forward
+fails, or which comes to a program of smaller values."""
 ERRORS = (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt)
 
 
@@ -37,6 +38,7 @@ class Late:
         own = {"handler": handlers.Distributed(timeout=20), "autodiff": "eager"}
         self.handler = own["handler"]
         self.step = fpipe.value_and_grad(self.pipeline, schedule, self.plan, **own)
+        self.other = fpipe.value_and_grad(self.pipeline, schedule, self.plan, **own)
         self.run = fpipe.evaluate(self.pipeline, self.plan, **own)
         plain = Pipeline([layer] * ranks, mse)
         self.reference = fpipe.value_and_grad(plain, "gpipe", self.plan, handler=handlers.Reference())
@@ -56,12 +58,19 @@ class Late:
         result = self.step(self.params, None if self.rank else x, y if self.last else None, rng=(seed, 0))
         return differences(result, (loss, {self.rank: grads[self.rank]}))
 
+    def smaller(self):
+        """A step of another program, with half of the rows."""
+        x, y = self.x[:MICROBATCHES], self.y[:MICROBATCHES]
+        self.other(self.params, None if self.rank else x, y if self.last else None, rng=(0, 0))
+
     def changed(self, change):
         """The late step."""
         if change in ("raises", "interrupt") and self.rank == 1:
             self.fault = ArithmeticError("at once") if change == "raises" else KeyboardInterrupt("stopped")
         if change == "elsewhere" and self.last:
             return self.run(self.params, None)
+        if change == "program" and self.rank == 1:
+            return self.smaller()
         if change == "params" and self.last:
             return self.step({}, None, self.y, rng=(0, 0))
         if change == "target":
@@ -74,6 +83,8 @@ class Late:
 def late(rank, ranks, schedule="zb_h2"):
     """For each change: when the rank began the late step, when its stage was first called, the error, differences."""
     late, found = Late(rank, ranks, schedule), []
+    for _ in range(2):
+        late.smaller()
     for change in CHANGES:
         before = [d for _ in range(3) for d in late.trained()]
         late.handler.check()

@@ -11,8 +11,9 @@ Invariants:
   token: the later ones have the second one's;
 - a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
   are known; else when the value is first used;
-- a leading value (fpipe/programs/leading.py) has a head: a byte before it on its edge, which says whether it was sent
-  before the handshake was over, with the signature that it had in the step before. In a graph there are no heads;
+- a leading value (fpipe/programs/leading.py) has a head: a number before it on its edge. If it was sent before the
+  handshake was over, with the signature that it had in the step before, that is the number of its program: the peer may
+  have come to another one. Otherwise it is 0. In a graph, and on GPUs, where hosts would wait for them, there are none;
 - before a rank exchanges signatures with all others, it sends the next head on each edge, for which others may wait;
 - a rank leads where its own arguments have the signatures of the step before. Until the handshake is over it sends and
   receives leading values; it waits for the handshake before anything else travels.
@@ -42,6 +43,8 @@ from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, 
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
 from fpipe.handlers.protocol import Inputs
 from fpipe.tables import slice_of
+
+NOT_EARLY = 0  # the head of a value that was sent after the handshake; numbers of programs are at least 1
 
 
 def _nothing() -> None:
@@ -152,7 +155,8 @@ class Channels:
         digest: returns what every replica must have alike in this step, with values of params or without.
         has_compared_values: a step has compared the values of params.
         agreed: is called once the handshake is over.
-        early: receives that came before the end of the handshake, which is when they are posted; None after it.
+        early: receives that came before the end of the handshake, which is when they are posted, unless they lead; None
+            after it.
         unposted: by rank, receives that wait for a signature: that of the first one.
         codecs: in the running step, by microbatch, or slice of one; those of values that belong to none are the last.
             Until the handshake is over, those of the step before.
@@ -182,7 +186,7 @@ class Channels:
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful, self.slices, self.leading = stateful, slices, leading
         self.step, self.leads, self.has_heads = 0, False, False
-        handshake.steps.learners[handshake.program], handshake.has_learned = self, self._begin_exchange
+        handshake.steps.learners[handshake.program], handshake.before_exchange = self, self._begin_exchange
         self.forget()
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
@@ -214,12 +218,9 @@ class Channels:
         sent.leading += leads
 
         def send(payload: Payload) -> None:
-            messages: list[torch.Tensor] | None = None
-            is_early = leads and self._may_lead()
-            if is_early:
-                codec = self._known(self.codecs[at].sent.get(key), is_later)
-                messages = None if codec is None else codec.messages(payload)
-                is_early = messages is not None
+            codec = self._known(self.codecs[at].sent.get(key), is_later) if leads and self._may_lead() else None
+            messages = None if codec is None else codec.messages(payload)
+            is_early = messages is not None
             if messages is None:
                 self.agree()
                 codec = self._known(self.codecs[at].sent.get(key), is_later) or self._announce(value, target, payload)
@@ -239,7 +240,7 @@ class Channels:
                         value, f"{value} is on {message.device}, and this handler moves values on {where}"
                     )
             if leads and self.has_heads and sent.head is None:
-                messages = [_head(is_early), *messages]
+                messages = [_head(self.handshake.program if is_early else NOT_EARLY), *messages]
             works = self.connections.send(messages, process)
             if sent.head is not None:
                 works[:0], head = sent.head
@@ -412,7 +413,7 @@ class Channels:
 
     def _may_lead(self) -> bool:
         """Whether leading values still travel; once the handshake is over, it is waited for."""
-        return self.early is not None and self.leads and not self.handshake.is_over
+        return self.leads and not self.handshake.is_over
 
     def _lead(self, route: RecvRoute, purpose: str) -> None:
         """Receive the values of an edge up to one, as long as they are sent early; else wait for the handshake."""
@@ -434,7 +435,7 @@ class Channels:
         self.connections.wait(self.connections.receive([head], process), process, purpose)
         route.head_is_read = True
         with aside():
-            return bool(head)
+            return int(head) == self.handshake.program
 
     def _advance(self, source: int, purpose: str) -> None:
         """Receive the head or the signature for which the next value of a rank waits, and post what waits for it."""
@@ -535,9 +536,9 @@ def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value
     return m * slices + slice_of(value), (replace(value, **first), rank), token > 1
 
 
-def _head(is_early: bool = False) -> torch.Tensor:
+def _head(program: int = NOT_EARLY) -> torch.Tensor:
     with aside():
-        return torch.tensor([is_early], dtype=torch.uint8)
+        return torch.tensor([program])
 
 
 def _dense(spec: Any) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -429,7 +430,8 @@ class _CompiledProgram:
                 self.ahead.trace()
             self._run(inputs, has_loss)
         except PeerLost:
-            self.channels.meet()
+            with suppress(PeerLost):  # the first one knows its peer
+                self.channels.meet()
             raise
         except (StepRejected, TransportError):
             raise

@@ -136,7 +136,7 @@ class RollCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """Whether the numbers of all ranks are there."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
     def clear(self) -> None:
@@ -168,7 +168,7 @@ class Handshake:
 
     Args:
         program: its number, the same on every rank, and another one for every other program of the handler.
-        has_learned: is called before ranks exchange what makes new names known.
+        before_exchange: is called before ranks exchange what makes new names known.
         names: after `wait`, those of every replica.
         rows: after `wait`, the rows of the whole batch, of all replicas, if any rank has them.
         here: those of this replica.
@@ -183,7 +183,7 @@ class Handshake:
         self._tokens: list[int] = []
         self._tokens_before: list[int] | None = None  # of the last step whose names became known
         self._settings: dict[str, object] = {}
-        self.has_learned: Callable[[], None] = lambda: None
+        self.before_exchange: Callable[[], None] = lambda: None
         self.forget()
         self._of_params = _Latest(lambda flat: self._token_of(_hashable(flat)))
         self._of_data = _Latest(self._sign_data)
@@ -217,7 +217,7 @@ class Handshake:
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` returns, or raises, at once."""
+        """Whether the numbers of all ranks are there."""
         return self.roll is None or self.roll.is_over
 
     def meet(self, error: BaseException) -> None:
@@ -273,6 +273,8 @@ class Handshake:
         grid, calls = self.connections.grid, self._called()
         _, apart, lacks_rows, rows_of, order_of, settings, rngs, *data, _, _ = zip(*calls, strict=True)
         if others := [process for process, each in enumerate(settings) if each != settings[0]]:
+            if self.steps.is_led:
+                self.before_exchange()  # a rank that leads tells its settings once it has the head that it waits for
             raise self._rejected(
                 f"{grid.name(0)} and {grid.name(others[0])} were called with different settings"
                 f"{self._other_settings(others[0])}. Enter the same autocast, and pass the same options, on every rank"
@@ -339,7 +341,7 @@ class Handshake:
         """
         known = [self._known(sums) for sums in self._sums(pairs)]
         if any(each.names is None for each in known):
-            self.has_learned()
+            self.before_exchange()
             every = self._sums(self._exchange(self._tokens, "comparing signatures"))
             for each, (first, second, *others) in zip(known, every, strict=True):
                 each.names = Names((first, second), tuple(zip(others[::2], others[1::2], strict=True)))
