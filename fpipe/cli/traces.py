@@ -85,7 +85,8 @@ def import_trace(
         try:
             traces.write(place)
         except OSError as error:
-            raise typer.BadParameter(f"{place} can't be written: {error.strerror}", param_hint="--logdir") from None
+            why = f"{place} can't be written ({error.strerror}): name another folder"
+            raise typer.BadParameter(why, param_hint="--logdir") from None
     note(traces.notices)
     report(str(place), traces.steps[-1].step, as_json)
     if not as_json:

@@ -124,6 +124,7 @@ class Recording:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path, self.step, self._number, self._is_open = path, 0, 0, True
+        self._error_before = _last_error()
         state = process_state(os.getpid())
         process = {"host": socket.gethostname(), "pid": os.getpid(), "began": 0 if state is None else state[1]}
         text = json.dumps({**about, **process}).encode()
@@ -186,8 +187,8 @@ class Recording:
 
     def close(self) -> None:
         """Record that the handler has ended. Where all ranks of this host have ended well, delete their files."""
-        error = getattr(sys, "last_value", None)  # the exception that has ended the script, when the interpreter exits
-        if error is not None:
+        error = _last_error()
+        if error is not None and error is not self._error_before:  # else it is of an earlier cell of a notebook
             self.conclude("failed", f"its script raised {type(error).__name__}: {error}")
         self.conclude("ended", "")
         with suppress(OSError):
@@ -201,6 +202,12 @@ class Recording:
             self._number = number + 1
             PACK(self._bytes, place, number + 1, time_ns(), 0, self.step, peer, payload)
         return place
+
+
+def _last_error() -> BaseException | None:
+    """Return the exception that has ended the script, when the interpreter exits; in a notebook, that of a cell."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error
 
 
 @lru_cache(4096)

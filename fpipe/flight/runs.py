@@ -6,6 +6,7 @@ A file there is a link to one that a recorder writes, or a copy, in which the st
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -47,7 +48,7 @@ def copy(flight: Path, run: Path) -> Path:
     Raises:
         OSError: a file can't be read or written.
     """
-    target = run / FOLDER / flight.absolute().name
+    target = run / FOLDER / flight.resolve().name
     target.mkdir(parents=True, exist_ok=True)
     is_there = target.samefile(flight)
     for file in sorted(flight.glob(f"*{SUFFIX}")):
@@ -66,8 +67,18 @@ def flights(run: Path) -> Iterator[Path]:
     """Yield the flights in the folder of a run that have a file, the newest first."""
     with suppress(OSError):
         for flight in sorted((run / FOLDER).iterdir(), key=lambda path: path.name, reverse=True):
-            if any(file.is_file() for file in flight.glob(f"*{SUFFIX}")):
+            if written(flight):
                 yield flight
+
+
+def written(flight: Path) -> list[float]:
+    """Return when each file of a flight was last written, in seconds since 1970; not of files that can't be read."""
+    times = []
+    for file in flight.glob(f"*{SUFFIX}"):
+        with suppress(OSError):  # a link into a folder of another user, or to a file that is gone
+            if stat.S_ISREG((status := file.stat()).st_mode):
+                times.append(status.st_mtime)
+    return times
 
 
 def _place(file: Path, run: Path) -> Path:

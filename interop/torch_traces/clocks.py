@@ -65,6 +65,8 @@ def _several(traces: Mapping[int, Sequence[RankTrace]]) -> str:
     hosts = {trace.host for own in traces.values() for trace in own if trace.host}
     if len(hosts) > 1:
         return ", ".join(sorted(hosts)[:3]) + ", …" * (len(hosts) > 3)
+    if hosts and all(trace.host for own in traces.values() for trace in own):
+        return ""  # one host, on which each process may see one device, of the same number
     last = [own[-1] for own in traces.values()]
     processes = [trace.process for trace in last if trace.process is not None]
     if len(set(processes)) < len(processes):

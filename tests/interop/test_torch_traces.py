@@ -17,6 +17,7 @@ from fpipe.interop.torch_traces import reading
 from fpipe.tables import TABLE
 from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support.combinations import few, sample, thorough
+from tests.support.pool import Pool
 from tests.support.trace_jobs import LOOPS, SINGLE, VS, write_traces
 
 LETTER = {"Forward": "F", "Backward": "B", "BackwardInput": "I", "BackwardWeight": "W"}
@@ -133,6 +134,21 @@ def said(found):
 # What torch writes
 
 
+@pytest.fixture(scope="module")
+def jobs():
+    """`jobs(n)`: processes without groups of other tests, which traces would name."""
+    made = {}
+
+    def get(size):
+        if size not in made:
+            made[size] = Pool(size)
+        return made[size]
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -143,9 +159,9 @@ def said(found):
         for ranks in (2, 4)
     ],
 )
-def test_torchs_own_traces_have_its_actions(name, ranks, pools, tmp_path):
+def test_torchs_own_traces_have_its_actions(name, ranks, jobs, tmp_path):
     microbatches = 2 * ranks + 2 * (name in VS)
-    wanted = pools(ranks).run(write_traces, str(tmp_path), name, ranks, microbatches)
+    wanted = jobs(ranks).run(write_traces, str(tmp_path), name, ranks, microbatches)
     traces = interop.from_traces(tmp_path)
     assert [step.step for step in traces.steps] == [1, 2]
     for step in traces.steps:
@@ -167,9 +183,9 @@ def test_torchs_own_traces_have_its_actions(name, ranks, pools, tmp_path):
         assert {s.effect for s in predicted.spans} == {s.effect for s in timeline.spans}
 
 
-def test_microbatches_of_a_schedule_that_names_nothing(pools, tmp_path):
+def test_microbatches_of_a_schedule_that_names_nothing(jobs, tmp_path):
     """Schedule1F1B writes no names: the error has the lines that do."""
-    pools(2).run(write_traces, str(tmp_path), "Schedule1F1B", 2, 4, 1, False)
+    jobs(2).run(write_traces, str(tmp_path), "Schedule1F1B", 2, 4, 1, False)
     shown = run("import-trace", tmp_path, status=1)
     assert "which Schedule1F1B for one does not write: annotate each rank's stage" in said(shown)
     lines = shown.stderr.splitlines()[-3:]

@@ -226,6 +226,13 @@ def test_a_header_that_asks_for_too_much_is_refused_at_once(change, message):
     assert time.process_time() - begin < 1
 
 
+def test_a_count_that_is_no_number_asks_for_nothing():
+    begin = time.process_time()
+    with pytest.raises(BadColumns, match="is damaged"):
+        decode(edited(lambda said: said["plan"].update(microbatches="x", slices=10**12)))
+    assert time.process_time() - begin < 1
+
+
 def test_a_header_that_is_too_long_or_has_too_many_effects_is_refused():
     with pytest.raises(BadColumns, match="its header has"):
         decode(edited(lambda said: said.update(schedule="x" * columns.MAX_HEADER_BYTES)))

@@ -62,6 +62,14 @@ def test_links_whose_files_are_gone_are_no_flight(tmp_path):
     assert Flights(str(tmp_path)).listing() == []
 
 
+def test_links_that_cant_be_followed_hide_no_other_flight(tmp_path):
+    runs.copy(fly(tmp_path / "flights" / "one"), tmp_path / "runs" / "mine")
+    for name in ("one", "two"):
+        (tmp_path / "runs" / "mine" / "flights" / name).mkdir(exist_ok=True)
+        (tmp_path / "runs" / "mine" / "flights" / name / "9.flight").symlink_to("x" * 300)
+    assert [each["name"] for each in Flights(str(tmp_path / "runs")).listing()] == ["one"]
+
+
 @pytest.mark.parametrize("linked", [False, True])
 def test_a_copy_keeps_the_states_that_it_was_made_in(tmp_path, monkeypatch, linked):
     """Also in place of the links, and though the processes are gone later."""

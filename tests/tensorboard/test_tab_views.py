@@ -192,12 +192,15 @@ def test_a_link_selects_idle_time(tab, chromium, board):
 
 
 BAD = (
-    "step=77&beside=gone&effect=9,9999&view=a,b&range=1&folded=1-,x&tab=nothing&colour=blue&height=-9&idle=0,1&shown=x"
+    "step=77&beside=gone&effect={}&view=a,b&range=1&folded=1-,x,1e20,0-1e99&tab=nothing"
+    "&colour=blue&height=-9&idle=0,1&shown=x"
 )
 
 
-def test_a_link_to_what_is_not_there_shows_the_rest(chromium, board):
-    state = "".join(f"&p.fpipe_timeline.{part}" for part in [f"run={quote('one/measured', '')}", *BAD.split("&")])
+@pytest.mark.parametrize("effect", ["9,9999", "0,0.5"])
+def test_a_link_to_what_is_not_there_shows_the_rest(chromium, board, effect):
+    bad = BAD.format(effect).split("&")
+    state = "".join(f"&p.fpipe_timeline.{part}" for part in [f"run={quote('one/measured', '')}", *bad])
     with opened(chromium, board, HASTE, state) as tab:
         tab.settled("one/measured", max(STEPS))
         assert f"one/measured, step 77: not listed at present; one/measured, step {max(STEPS)}" in tab.text("#notices")

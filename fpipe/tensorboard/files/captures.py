@@ -27,7 +27,6 @@ from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
 PLUGIN = "fpipe_timeline"
-KINDS = ("measured", "predicted")
 _TAG = re.compile(r"timeline/step_(\d{8,18})(?:/part_(\d{3}))?")
 _RUN = re.compile(r"(?:(.*)/)?(measured|predicted)/rank(\d{1,6})", re.DOTALL)
 

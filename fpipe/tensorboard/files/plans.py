@@ -6,9 +6,11 @@ A file is not trusted: what a plan asks for is counted before anything is made o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import is_whole
 from fpipe.plan import Edges, Placement, Plan
 
 MOST_RANKS = 4096  # of one replica
@@ -101,5 +103,7 @@ def _sizes(content: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
     yield "edges", sum(map(len, content["reads"])), MOST_EDGES
     yield "tied stages", sum(map(len, content["ties"])), MOST_TIED
     yield "replicas", content["replicas"], MOST_REPLICAS
-    units = content["microbatches"] * content.get("slices", 1) * content.get("tokens", 1)
-    yield "microbatches, slices and tokens of each stage", units, MOST_MICROBATCHES
+    counts = [content["microbatches"], content.get("slices", 1), content.get("tokens", 1)]
+    if not all(is_whole(count, least=0) for count in counts):
+        raise TypeError("a count is no whole number")
+    yield "microbatches, slices and tokens of each stage", prod(counts), MOST_MICROBATCHES

@@ -22,8 +22,8 @@ from fpipe._format import sized
 from fpipe.effects import Recv, Send
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import bytes_on
-from fpipe.tensorboard.files.captures import KINDS, PLUGIN, columns_of, tag
-from fpipe.tensorboard.files.columns import Columns, Header, encode
+from fpipe.tensorboard.files.captures import PLUGIN, columns_of, tag
+from fpipe.tensorboard.files.columns import KINDS, Columns, Header, encode
 from fpipe.timelines.timeline import Timeline
 
 PART_BYTES = 32 << 20  # of one tensor; TensorBoard's server answers 500 for much larger ones

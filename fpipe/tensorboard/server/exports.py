@@ -106,17 +106,21 @@ def _drawn(capture: Capture, form: str, title: str) -> Iterator[bytes]:
     timeline = capture.timeline
     if len(timeline.spans) > MOST_DRAWN:
         raise CantExport(
-            f"a figure of {len(timeline.spans)} effects can't be read, at most {MOST_DRAWN}: take json or csv"
+            f"a figure of {len(timeline.spans)} effects can't be read, at most {MOST_DRAWN}: save a trace or CSV"
         )
     try:
         from fpipe.timelines import figure
     except ImportError as error:
         raise CantExport("this needs matplotlib: pip install 'fpipe[figures]'") from error
     figured = figures(timeline, scale_of(timeline.makespan, capture.unit))
-    with tempfile.TemporaryDirectory() as folder, _drawing:
-        file = Path(folder) / f"timeline.{form}"
-        figure.save(timeline, file, f"{title}: {extent(timeline.plan)}\n{figured}")
-        return iter([file.read_bytes()])
+
+    def drawn() -> Iterator[bytes]:
+        with tempfile.TemporaryDirectory() as folder, _drawing:
+            file = Path(folder) / f"timeline.{form}"
+            figure.save(timeline, file, f"{title}: {extent(timeline.plan)}\n{figured}")
+            yield file.read_bytes()
+
+    return drawn()
 
 
 def shortened(text: str) -> str:

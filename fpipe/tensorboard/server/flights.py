@@ -15,10 +15,9 @@ from typing import Any
 
 from fpipe.flight import runs
 from fpipe.flight.explanation import explain
-from fpipe.flight.format import SUFFIX
 from fpipe.flight.reading import read
 from fpipe.flight.report import as_json
-from fpipe.tensorboard.files.captures import KINDS
+from fpipe.tensorboard.files.columns import KINDS
 
 MOST_FOLDERS = 10_000  # that are searched
 MOST_LISTED = 100  # flights
@@ -41,7 +40,7 @@ class Flights:
     def listing(self) -> list[dict[str, Any]]:
         """Return the flights as JSON, the newest of each experiment first. The page reads this: keep the keys."""
         return [
-            {"experiment": experiment, "name": name, "written": _written(folder)}
+            {"experiment": experiment, "name": name, "written": max(runs.written(folder), default=0.0)}
             for (experiment, name), folder in self._found().items()
         ]
 
@@ -90,8 +89,3 @@ def _runs(logdir: Path) -> Iterator[Path]:
         if runs.FOLDER in within:
             yield Path(folder)
         within[:] = sorted(name for name in within if name not in (*KINDS, runs.FOLDER))
-
-
-def _written(folder: Path) -> float:
-    """Return when a file of a flight was last written, in seconds since 1970."""
-    return max((path.stat().st_mtime for path in folder.glob(f"*{SUFFIX}") if path.is_file()), default=0.0)

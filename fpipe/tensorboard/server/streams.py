@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from math import inf
 
 from werkzeug.exceptions import Conflict
 
@@ -38,7 +39,7 @@ class Stream(Iterator[bytes]):
     """An answer in pieces. The server closes it when all of it is sent, and when the client is gone.
 
     Attributes:
-        taken: when the client took the last piece, by the monotonic clock.
+        taken: when the client took the last piece, by the monotonic clock; infinite while the next one is made.
         ended: whether it runs no more.
     """
 
@@ -48,9 +49,11 @@ class Stream(Iterator[bytes]):
     def __next__(self) -> bytes:
         if self.ended:
             raise ConnectionAbortedError("another export has begun, since nothing was taken of this one")
-        piece = next(self._pieces)
-        self.taken = time.monotonic()
-        return piece
+        self.taken = inf
+        try:
+            return next(self._pieces)
+        finally:
+            self.taken = time.monotonic()
 
     def close(self) -> None:
         self.ended = True

@@ -22,6 +22,8 @@ import { TOGGLES } from "./shell.js";
 import { Steps } from "./steps.js";
 import { Tabs } from "./tabs.js";
 
+const REPLICA = /(^|\/)replica\d+$/u; // the folder of a replica, whose flights are with those of the others
+
 const POLL = 5000; // milliseconds
 const TRIES = 5; // polls that retry to fetch the ranks that failed
 
@@ -224,7 +226,8 @@ export class App {
   /** Looks for what the ranks of the shown run's job did last. */
   _fly() {
     const entry = this.library.find(this.choice.run, this.choice.step);
-    return this.flights.show(this.library.flights, entry ? entry.experiment : null);
+    const shown = entry ?? this.capture?.entry;
+    return this.flights.show(this.library.flights, shown ? shown.experiment.replace(REPLICA, "") : null);
   }
 
   _flown() {

@@ -60,7 +60,7 @@ export const span = (link, name) => numbers(link[name], 2);
 /** The selected effect: {rank, row, other}; null if the link has none. */
 export function effect(link) {
   const [rank, row] = numbers(link.effect, 2) ?? [];
-  return row === undefined ? null : { rank, row, other: lane(link.effect) };
+  return Number.isSafeInteger(row) ? { rank, row, other: lane(link.effect) } : null;
 }
 
 /** The selected idle time: {rank, start, other}; null if the link has none. */
@@ -74,7 +74,8 @@ export function folded({ folded: text }) {
   if (text === undefined) return null;
   const ranks = new Set();
   for (const part of text.split(",").filter(Boolean)) {
-    const [low, high = low] = part.split("-").map(Number);
+    const [low, high = low] = part.split("-").map(whole);
+    if (low === null || high === null) continue;
     for (let rank = low; rank <= Math.min(high, low + RANKS); rank += 1) ranks.add(rank);
   }
   return ranks;

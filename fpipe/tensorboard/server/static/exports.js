@@ -61,7 +61,7 @@ export class Exports {
       this.say(await use(await routes.exported(this.sheet.main.entry, form, control.signal, told), name));
       this.failed(null);
     } catch (error) {
-      this.failed(control.signal.aborted ? null : `${error.message}: try again`);
+      this.failed(control.signal.aborted ? null : error.message);
       if (control.signal.aborted) this.say("the export is cancelled");
     }
     this.making = null;

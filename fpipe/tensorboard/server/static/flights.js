@@ -1,10 +1,10 @@
 /** Flights: what the ranks of a job did last, and why it hangs or has ended. */
 
-import { element, named, table } from "./dom.js";
+import { element, named, shortened, table } from "./dom.js";
 import * as routes from "./routes.js";
 
 const MANY = 64; // ranks whose files are read again at each look, and whose rows are shown
-const FINAL = new Set(["gone", "failed"]); // causes that no longer change
+const FINAL = new Set(["gone"]); // causes that no longer change
 const FAULTS = new Set(["gone", "failed", "stopped", "silent", "deadlock", "lost"]);
 const SENTENCE = /^.*?(\.(?= )|$)/su; // the first one
 const TURNING = { step: "the step begins", end: "the step has ended" };
@@ -24,11 +24,12 @@ export class Flights {
   async show(listed, experiment) {
     const own = listed.filter((one) => experiment === null || one.experiment === experiment);
     const newest = own.reduce((last, one) => (!last || one.name > last.name ? one : last), null);
-    const key = JSON.stringify([newest, experiment]);
+    const key = JSON.stringify([newest?.experiment, newest?.name, experiment]);
     const again = this.shown && this.shown.ranks.length <= MANY && !FINAL.has(this.shown.cause);
     if (key === this.key && !again) return;
     this.key = key;
     const flight = newest && (await this._read(newest));
+    if (flight === undefined) return void (this.key = null); // it is asked for again at the next look
     if (key !== this.key || JSON.stringify(flight) === JSON.stringify(this.shown)) return;
     this.shown = flight;
     const fault = flight && FAULTS.has(flight.cause);
@@ -40,8 +41,9 @@ export class Flights {
     try {
       return await routes.flight(flight);
     } catch (error) {
-      if (error.status !== 404) this.notices.tell("flight", [error.message]);
-      return null;
+      if (error.status === 404) return null;
+      this.notices.tell("flight", [error.message]);
+      return undefined;
     }
   }
 }
@@ -66,7 +68,7 @@ export function flightContent(flight) {
   const head = ["rank", "state", "step", "last record", "at", "waits for"];
   return [
     element("p", {}, named(flight.text, 4000)),
-    table(`Job ${flight.name}${when}${more}`, head, rows),
+    table(`Job ${shortened(flight.name, 80)}${when}${more}`, head, rows),
     ...ranks.map(records),
   ];
 }

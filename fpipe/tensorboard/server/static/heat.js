@@ -32,6 +32,7 @@ export function heat({ name, ranks, columns, value, text, press, dark }) {
   });
   const known = cells.filter(Number.isFinite);
   const typical = median(known);
+  if (!(typical > 0)) return [element("h4", {}, name), element("p", {}, "Half of the cells are empty: nothing to compare.")];
   const off = Float64Array.from(known, (cell) => Math.abs(cell / typical - 1)).sort();
   const most = Math.max(LEAST, off[Math.floor((off.length - 1) * SPREAD)] ?? 0);
   const canvas = drawn(cells, ranks.length, wide, (cell) => cell / typical - 1, most, dark);

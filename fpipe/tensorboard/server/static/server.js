@@ -3,5 +3,8 @@
 /** @param {string} name of a file or route */
 export const place = (name) => new URL(`./${name}`, import.meta.url);
 
+/** Whether files of a step are made on demand. */
+export const makesFiles = true;
+
 /** @returns {Promise<Response>} */
 export const ask = (url, options) => fetch(url, options);

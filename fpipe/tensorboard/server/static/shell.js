@@ -3,7 +3,9 @@
 import { element } from "./dom.js";
 import { BUBBLE } from "./figures.js";
 import { COLOURINGS } from "./palette.js";
-import { place } from "./server.js";
+import { makesFiles, place } from "./server.js";
+
+const MADE = { hidden: !makesFiles }; // buttons of files that a server makes
 
 /** Tracks and marks that can be hidden: [id, label, title, key, shown at first]. */
 export const TOGGLES = [
@@ -127,10 +129,11 @@ function toolbar() {
       { class: "joined" },
       button("fit", "Fit", "all of the step (0 or f)"),
       button("export-png", "PNG", "the timeline as it is shown, as an image"),
-      button("export-svg", "SVG", "the timeline of all ranks, as a figure"),
-      button("export-csv", "CSV", "all effects with their times, as a table"),
-      button("export-json", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here"),
+      button("export-svg", "SVG", "the timeline of all ranks, as a figure", MADE),
+      button("export-csv", "CSV", "all effects with their times, as a table", MADE),
+      button("export-json", "Perfetto", "a trace to open at ui.perfetto.dev: nothing is sent there from here", MADE),
       button("export-open", "↗", "opens ui.perfetto.dev in a window and hands it the trace, inside this browser", {
+        ...MADE,
         "aria-label": "Open in Perfetto’s page",
       }),
       button("help", "?", "keys and search (?)", { "aria-label": "Help" }),

@@ -5,7 +5,7 @@ const UNITS = new Map([
   ...[["B", 1], ["KiB", 2 ** 10], ["MiB", 2 ** 20], ["GiB", 2 ** 30], ["TiB", 2 ** 40]],
   ...[["%", 1], ["", 1]],
 ]);
-const AMOUNT = /^([+−±-]?)\s*(\d[\d.]*(?:e[+-]?\d+)?)\s*([a-zµ]*|%)(?![\w.])/iu;
+const AMOUNT = /^([+−±-]?)\s*(\d[\d.]*(?:e[+-]?\d+)?)\s*([a-zµ]*|%)(?![\w.:])/iu;
 const chosen = new Map(); // heads of a table -> [column, direction]
 
 /** The number at the beginning of a cell, in its basic unit; NaN if there is none. */

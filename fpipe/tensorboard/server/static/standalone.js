@@ -9,6 +9,8 @@ const MISSING = "this is not in the file: open the run itself, with TensorBoard 
 /** @param {string} name of a file or route */
 export const place = (name) => new URL(name === "page.css" ? style : `${ROOT}${name}`);
 
+export const makesFiles = false;
+
 /** @returns {Promise<Response>} */
 export async function ask(url, { signal } = {}) {
   signal?.throwIfAborted();
