@@ -77,7 +77,7 @@ def levelled(placement: Placement, times: Sequence[float]) -> Partition:
     """Return stages whose ranks have about equal times: from balanced stages, layers move while that helps.
 
     >>> levelled(Placement.loop(3), [1, 1, 1, 1, 1, 3]).layers, levelled(Placement.v(2), [1, 1, 1, 1, 1, 3]).layers
-    ((3, 2, 1), (1, 2, 2, 1))
+    ((3, 2, 1), (1, 3, 1, 1))
     """
     best = balanced(placement, times)
     while True:

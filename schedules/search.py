@@ -88,9 +88,9 @@ def search(
     >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
     ('zb-auto', Placement((0, 1, 2, 0)), 48.0, 48.0)
     >>> layers = Plan(Placement([0, 0, 0, 0, 1, 1]), 8)  # six layers on two ranks
-    >>> result = search(layers, Costs(*[[1, 1, 1, 1, 1, 3]] * 3), layouts=True)
+    >>> result = search(layers, Costs(*[[1, 1, 1, 1, 1, 3]] * 3), layouts=True, names=["1f1b", "zb-h1"])
     >>> result.name, result.layers, result.timeline.cost, result.lower_bound
-    ('interleaved-1f1b', (2, 2, 1, 1), 96.0, 96.0)
+    ('zb-h1', (4, 2), 100.0, 96.0)
     """
     check_limit(memory_limit_bytes, costs)
     costs.check(plan)

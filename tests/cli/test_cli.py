@@ -808,7 +808,8 @@ def test_nothing_imports_torch_and_only_a_file_matplotlib(tmp_path):
         env={"PYTHONPATH": str(ROOT), FOLDER: os.environ[FOLDER]},
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.splitlines() == [" ".join(command) for command in commands]
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("copied to ")]
+    assert said == [" ".join(command) for command in commands]
 
 
 def test_the_version():
