@@ -1,9 +1,10 @@
 """The search of whole layouts: cuts of layers into stages, placements, orders, and residuals that are moved. No torch.
 
-Every schedule of a space starts on each of its placements with the layers cut evenly in number and evenly in time. From
-the best of these, layers move from stage to stage while that makes the simulated step faster, or needs less memory
-where it exceeds a limit. Where few cuts exist, all are tried. Schedules that order under limits then order on the best
-cuts. What is fast but needs too much memory has residuals moved to the host, or recomputed.
+Every schedule in a fixed order starts on each of its placements with the layers cut evenly in number and evenly in
+time; one that orders for the costs, which takes longer, evenly in time and with few stages on a rank. From the best of
+these, layers move from stage to stage while that makes the simulated step faster, or needs less memory where it exceeds
+a limit. Where few cuts exist, all are tried, as long as that takes not too long. Schedules that order under limits then
+order on the best cuts. What is fast but needs too much memory has residuals moved to the host, or recomputed.
 
 Invariants:
 - The result is never worse than any of those that it starts from.
@@ -28,7 +29,7 @@ from fpipe.programs.program import Programs
 from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.schedules.found import Found
 from fpipe.schedules.partitions import FEW, Partition
-from fpipe.schedules.space import ROUNDING, Cut, Space, limits_of_ranks
+from fpipe.schedules.space import FEW_LIMITED, ROUNDING, Cut, Space, limits_of_ranks
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 
@@ -48,6 +49,7 @@ class Layouts:
         self.space, self.limit, self.limit_bytes = space, limit, limit_bytes
         self.left = float(SIMULATED)
         self.programs = dict[tuple[object, ...], Programs]()
+        self.refused: ScheduleError | None = None  # the first reason why schedules can't begin
 
     def results(self) -> list[Found]:
         """Return all layouts that were found, within the limits or not.
@@ -57,6 +59,8 @@ class Layouts:
         """
         fixed, ordered = self._candidates(False), self._candidates(True)
         if not fixed and not ordered:
+            if self.refused is not None:
+                raise self.refused
             names = ", ".join(entry.name for entry in self.space.entries)
             raise ScheduleError(
                 f"{names} make no stages of {self.space.plan.stages} layers on {self.space.plan.ranks} ranks: each "
@@ -82,14 +86,14 @@ class Layouts:
         if self.space.costs.overlap is not None:
             return 0.0
         copies = 2 if any(entry.placement == "both ways" for entry in self.space.entries) else 1
-        microbatches = sum(self.space.costs.scale) or plan.microbatches
-        return microbatches * max(sum(times) / plan.ranks, max(times) / copies)
+        return self.space.units * max(sum(times) / plan.ranks, max(times) / copies)
 
     def _candidates(self, limited: bool) -> list[Found]:
         """Return the results to start from: of schedules in a fixed order, or of those that order under the limits."""
         try:
             return list(self.space.candidates(self.limit, self.limit_bytes, limited=[limited]))
-        except ScheduleError:  # none takes the plan, or the limits
+        except ScheduleError as error:  # none takes the plan, or the limits
+            self.refused = self.refused or error
             return []
 
     def _within(self, found: Found) -> tuple[float, ...]:
@@ -99,11 +103,8 @@ class Layouts:
         return max(0.0, over - 1 - ROUNDING), *_fastest(found)
 
     def _seeds(self, results: Iterable[Found], key: Key) -> list[Found]:
-        """Return the best results, of each schedule on each placement one."""
-        seeds = dict[tuple[object, ...], Found]()
-        for found in sorted(results, key=key):
-            seeds.setdefault((found.name, found.plan.placement), found)
-        best = [*seeds.values()][:SEEDS]
+        """Return the best results that are promising, of each schedule on each placement one."""
+        best = _of_each(results, key)[:SEEDS]
         return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
 
     def _descended(self, found: Found, key: Key) -> Found:
@@ -129,8 +130,7 @@ class Layouts:
     def _is_hopeless(self, cut: Partition, found: Found, key: Key) -> bool:
         """Whether the busiest rank alone takes longer than a result that is within the limits."""
         costs, (*over, cost, _) = self.space.costs, key(found)
-        microbatches = sum(costs.scale) or self.space.plan.microbatches
-        work = microbatches * max(cut.loads(self.space.times))
+        work = self.space.units * max(cut.loads(self.space.times))
         return not any(over) and costs.overlap is None and work >= cost * (1 - ROUNDING)
 
     def _result(self, entry: CatalogueEntry, partition: Partition, like: Found, key: Key) -> Found | None:
@@ -180,6 +180,8 @@ class Layouts:
         ordered = list[Found]()
         for best in self._seeds(results, self._within)[:ON_CUTS]:
             partition = Partition(best.plan.placement, best.layers)
+            if len(best.layers) > FEW_LIMITED * best.plan.ranks:
+                continue
             for entry in self.space.entries:
                 if entry.limited and entry.name != best.name and self.space.takes(entry, partition.placement):
                     with suppress(ScheduleError):
@@ -187,10 +189,16 @@ class Layouts:
         return ordered
 
     def _moved(self, results: Iterable[Found]) -> Iterator[Found]:
-        """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it."""
+        """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it.
+
+        Where nothing else is within the limits, each schedule's fastest result and its smallest are tried until one is.
+        """
         best = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
         beyond = [found for found in results if any(self._within(found)[:-2]) and found.timeline.cost < best]
-        for found in self._seeds(beyond, _fastest):
+        some = (
+            self._seeds(beyond, _fastest) if best < inf else [*_of_each(beyond, _fastest), *_of_each(beyond, _smallest)]
+        )
+        for found in some:
             if found.timeline.cost < best and (moved := self._kept(found)) is not None:
                 best = min(best, moved.timeline.cost)
                 yield moved
@@ -209,6 +217,18 @@ class Layouts:
                 timeline, account = simulate_programs(programs, found.costs), footprint(programs, found.costs)
                 return replace(found, timeline=timeline, footprint=account, offload=offload)
         return None
+
+
+def _of_each(results: Iterable[Found], key: Key) -> list[Found]:
+    """Return the best result of each schedule on each placement, in order."""
+    each = dict[tuple[object, ...], Found]()
+    for found in sorted(results, key=key):
+        each.setdefault((found.name, found.plan.placement), found)
+    return [*each.values()]
+
+
+def _smallest(found: Found) -> tuple[float, ...]:
+    return found.bytes, found.timeline.cost
 
 
 def _fastest(found: Found) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from fpipe.schedules.cuts import existing
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
 SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", *UNSCALED)
-NOTHING = 0.01  # the time of an input gradient that is none, in those of a mean layer's
+NEGLIGIBLE = 0.01  # the time of an input gradient that is none, in those of a mean layer's
 
 
 class Grouping:
@@ -88,16 +88,18 @@ class Grouping:
         return self._sums(sizes)
 
     def _reads(self, costs: Costs) -> dict[tuple[int, int], float]:
-        """Return what stages read of others, where they do not read all: of each layer the most that one reads."""
-        most, of = dict[tuple[int, int], float](), self.stage_of
+        """Return what stages read of others, where they do not read all: of each layer what all of theirs read.
+
+        Readers of a part may read another part each, so parts add up to at most the whole.
+        """
+        parts, of = Counter[tuple[int, int]](), self.stage_of
         for reader in range(self.plan.stages):
             for source in self.plan.sources(reader):
                 if of[source] != of[reader]:
-                    key = source, of[reader]
-                    most[key] = max(most.get(key, 0.0), costs.read(source, reader))
+                    parts[source, of[reader]] += costs.read(source, reader)  # type: ignore[assignment]
         read = Counter[tuple[int, int]]()
-        for (source, reader), size in most.items():
-            read[of[source], reader] += size  # type: ignore[assignment]
+        for (source, reader), size in parts.items():
+            read[of[source], reader] += min(size, costs.bytes(Activation(source, 0)))  # type: ignore[assignment]
         whole = self._outputs(costs)
         return {edge: size for edge, size in read.items() if size < whole[edge[0]]}
 
@@ -105,7 +107,8 @@ class Grouping:
         """Return the memory that names of stages share, and by how much the sums of each name count it too often."""
         shared, twice = list[Shared](), Counter[Any]()
         for size, names in costs.shared:
-            inside = [name for each in names if (name := self._name(each)) is not None]
+            there = [each for each in names if costs.bytes(each)]  # frozen layers have no residuals
+            inside = [name for each in there if (name := self._name(each)) is not None]
             for name, count in Counter(inside).items():
                 twice[name] += (count - 1) * size  # type: ignore[assignment]
             if len({*inside}) > 1:
@@ -134,7 +137,7 @@ class Grouping:
         own = [costs.time(BackwardInput(layer, 0)) for layer in range(self.plan.stages)]
         first = 0
         for s, layers in enumerate(self.layers):
-            is_none = placed.trained is None and s == 0 and layers > 1 and own[0] < NOTHING * fmean(own)
+            is_none = placed.trained is None and s == 0 and layers > 1 and own[0] < NEGLIGIBLE * fmean(own)
             if not placed.has_input_half(s) or is_none:
                 kept = own[first] if is_none else 0.0
                 weights[s] += inputs[s] - kept

@@ -60,6 +60,11 @@ class Space:
     layouts: bool
     progress: Callable[[str], None] | None
 
+    @property
+    def units(self) -> float:
+        """How many times a step takes the time of a layer's passes: microbatches and their slices, by their factors."""
+        return (sum(self.costs.scale) or self.plan.microbatches) * (sum(self.costs.slice_scale) or self.plan.slices)
+
     @classmethod
     def of(
         cls,
@@ -186,7 +191,7 @@ class Space:
         """
         tried = [v for v in counts if v <= FEW_LIMITED or not entry.limited]
         placements = dict.fromkeys(self._own(entry, v).placement for v in tried if self._is_placed(entry, v))
-        if entry.limited and entry.any_chunks:
+        if entry.limited and entry.any_chunks and 2 in tried:
             placements[Placement.v(self.plan.ranks)] = None
         for placement in placements:
             if placement.stages <= self.plan.stages:

@@ -99,18 +99,19 @@ class Offloading:
             _Rank(programs[rank], timeline, costs, interning, completions)
             for rank, completions in enumerate(completions_by_rank(programs))
         ]
-        least, longest = inf, (1 + self.slower) * timeline.makespan
+        tight = max(range(plan.ranks), key=lambda rank: max(ranks[rank].totals, default=0.0))
+        least, longest = max(ranks[tight].totals, default=0.0), (1 + self.slower) * timeline.makespan
         for ways in self._ways(timeline.makespan):
             results = [rank.within(self.limit_bytes, ways) for rank in ranks]
-            programs = {rank: result.program for rank, result in enumerate(results)}
-            if simulate_programs(programs, costs).makespan > longest * (1 + ROUNDING):
+            moved = {rank: result.program for rank, result in enumerate(results)}
+            if simulate_programs(moved, costs).makespan > longest * (1 + ROUNDING):
                 continue
-            if max(result.peak for result in results) <= self.limit_bytes * (1 + ROUNDING):
-                return programs
-            least = min(least, max(result.peak for result in results))
-        most = max(range(plan.ranks), key=lambda rank: results[rank].peak)
+            most = max(range(plan.ranks), key=lambda rank: results[rank].peak)
+            if results[most].peak <= self.limit_bytes * (1 + ROUNDING):
+                return moved
+            least, tight = min((least, tight), (results[most].peak, most))
         raise ScheduleError(
-            f"rank {most} can't keep to {format_bytes(self.limit_bytes)}: with residuals moved, the least limit is "
+            f"rank {tight} can't keep to {format_bytes(self.limit_bytes)}: with residuals moved, the least limit is "
             f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out()}"
         )
 

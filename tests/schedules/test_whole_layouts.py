@@ -304,3 +304,43 @@ def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
     assert torch.equal(results[0][0], results[1][0])
     for stage, tree in results[0][1].items():
         assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+
+
+SMALL = Costs(residuals=10, parameters=10, offload=0.05, fetch=0.05)
+
+
+def test_more_schedules_never_hide_one_that_keeps_to_the_limit():
+    """DualPipe is faster, and its parameters alone exceed the limit."""
+    one = search(of_layers(8, 4, 8), SMALL, memory_limit_bytes=140, layouts=True, names=["1f1b"])
+    two = search(of_layers(8, 4, 8), SMALL, memory_limit_bytes=140, layouts=True, names=["dualpipe", "1f1b"])
+    assert (one.timeline.cost, one.bytes) == (two.timeline.cost, two.bytes) == (66, 140)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"memory_limit_bytes": 1}, "rank 0 needs 20 B for a microbatch"),
+        ({"memory_limit": 0.1}, "memory_limit is 0.1 on rank 0: at least 1"),
+    ],
+)
+def test_the_reason_of_a_schedule_that_orders_is_told(limits, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(of_layers(4, 2, 4), Costs(residuals=10), layouts=True, names=["zb-auto"], **limits)
+
+
+def test_frozen_layers_share_no_residuals():
+    plan, shared = replace(of_layers(4, 2, 4), trained={3}), Shared(3, (Residuals(0, 0), Residuals(1, 0)))
+    found = search(plan, Costs(residuals=10, shared=(shared,)), layouts=True, names=["1f1b"])
+    assert found.bytes == 10
+
+
+def test_layers_of_a_stage_may_read_different_parts_of_an_output():
+    plan = Plan(Placement([0, 1, 1]), 1, Edges([(), (0,), (0, 1)]))
+    costs = Costs(activation=[10, 1, 1], reads={(0, 1): 6.0, (0, 2): 3.0})
+    assert Grouping(plan, (1, 2)).costs(costs, Plan(Placement.loop(2), 1)).reads == {(0, 1): 9.0}
+
+
+def test_the_bound_counts_slices():
+    found = search(replace(of_layers(4, 2, 4), slices=4), Costs(), layouts=True, names=["seq-1f1b"])
+    assert found.lower_bound == 4 * 4 * 2 * 3
+    assert found.timeline.cost >= found.lower_bound
