@@ -18,8 +18,8 @@ Edge = tuple[int, int]
 def leading(programs: Programs) -> frozenset[tuple[Value, Edge]]:
     """Return the values that may travel before all ranks have begun a step, with their edges.
 
-    They are the first ones on each edge that are sent before their rank runs a backward, as many as it runs while the
-    last rank is late. Programs without weight gradients have none, nor those of several replicas.
+    They are the first ones on each edge that are sent before their rank runs a backward, at most as many as the rank
+    can run while the last one is late. Programs without weight gradients have none, nor those of several replicas.
 
     >>> from fpipe import Placement, Plan, lower, schedules
     >>> for value, edge in sorted(leading(lower(schedules.one_f_one_b, Plan(Placement.loop(3), 4))), key=str):

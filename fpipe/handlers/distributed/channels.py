@@ -144,7 +144,7 @@ class _Sent:
 
 
 class Channels:
-    """Sends and receives values. The handshake of a step precedes its first value.
+    """Sends and receives values. The handshake of a step precedes its first value, but for those that lead.
 
     Args:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.

@@ -164,7 +164,7 @@ class _KnownNames:
 
 
 class Handshake:
-    """Compares the inputs of all ranks before the first value travels.
+    """Compares the inputs of all ranks before values travel, but for those that lead.
 
     Args:
         program: its number, the same on every rank, and another one for every other program of the handler.
