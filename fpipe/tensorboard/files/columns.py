@@ -30,7 +30,8 @@ FORMAT = 4
 MAX_UNPACKED_BYTES = 1 << 29  # of one rank's step
 MAX_HEADER_BYTES = 1 << 23
 MAX_SPANS = 1 << 22  # of one rank's step
-KINDS = ("measured", "predicted")  # of captures
+KINDS = ("measured", "predicted")  # of captures that are recorded
+IMAGINED = "what-if"  # the kind of those that are worked out of them
 MAX_KINDS = 256  # what a column of bytes tells apart
 MAX_TIME = 1e12  # in any unit; as milliseconds, still below 2**63 nanoseconds
 MAX_BYTES = 1 << 60  # of memory or a message
@@ -305,7 +306,7 @@ def _problems(
     yield f"{len(header.makespans)} makespans of {plan.replicas}", len(header.makespans) not in (0, plan.replicas)
     ranks = {len(each) for each in header.busy}
     yield "busy times of other ranks", len(header.busy) not in (0, plan.replicas) or not ranks <= {plan.ranks}
-    yield "an unknown kind, or unit of time", header.kind not in KINDS or header.unit not in ("s", "")
+    yield "an unknown kind, or unit of time", header.kind not in (*KINDS, IMAGINED) or header.unit not in ("s", "")
     yield f"step {header.step}, which is out of range", not 0 <= header.step < 10**18
     count, steps = len(columns["kind"]), header.steps
     yield f"{count} effects of {steps} equal steps", not 1 <= steps <= max(1, count) or count % steps > 0

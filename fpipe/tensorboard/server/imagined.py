@@ -9,7 +9,7 @@ from werkzeug.exceptions import NotFound
 
 from fpipe._format import scale_of
 from fpipe.tensorboard.files.captures import Capture, columns_of
-from fpipe.tensorboard.files.columns import encode
+from fpipe.tensorboard.files.columns import IMAGINED, encode
 from fpipe.timelines.what_if import WhatIf
 
 
@@ -33,7 +33,7 @@ def unknown(capture: Capture) -> dict[str, Any]:
 def imagined(capture: Capture, result: WhatIf, what: str) -> Capture:
     """Return the capture that a row of what would help names."""
     timeline = result.timeline_of(what)
-    more: dict[str, Any] = {"kind": "what-if", "plan": timeline.plan, "host": (), "peak": None}
+    more: dict[str, Any] = {"kind": IMAGINED, "plan": timeline.plan, "host": (), "peak": None}
     headers = {rank: replace(each, makespans=(), busy=(), **more) for rank, each in capture.headers.items()}
     return Capture(headers, {rank: columns_of(timeline, rank) for rank in headers}, timeline)
 
