@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -129,6 +130,7 @@ def flight():
     yield
     for rank in ranks:
         rank.close()
+    shutil.rmtree(ranks[0].path.parent, ignore_errors=True)  # it stays where a test has failed
 
 
 @pytest.mark.parametrize("verb", VERBS)
