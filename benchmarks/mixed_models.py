@@ -24,7 +24,7 @@ PATTERN = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"  # of Nemotron-H 8B: Ma
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer computes, keeps and puts out for a microbatch."""
+    """The work of one layer for a microbatch, and the bytes of its residuals, parameters and output."""
 
     flops: Flops
     kept: Kept
@@ -54,8 +54,8 @@ def head(shape: ModelShape) -> Layer:
 def both(first: Layer, second: Layer) -> Layer:
     """Return a layer that does what two do, with the output of the second."""
     flops = Flops(*(getattr(first.flops, n) + getattr(second.flops, n) for n in Flops.__dataclass_fields__))
-    kept = Kept(*(getattr(first.kept, n) + getattr(second.kept, n) for n in Kept.__dataclass_fields__))
-    return Layer(flops, kept, first.parameters + second.parameters, second.output)
+    memory = Kept(*(getattr(first.kept, n) + getattr(second.kept, n) for n in Kept.__dataclass_fields__))
+    return Layer(flops, memory, first.parameters + second.parameters, second.output)
 
 
 def product(shape: ModelShape, numbers: float, width: float, more: float = 0.0) -> Layer:
@@ -63,8 +63,8 @@ def product(shape: ModelShape, numbers: float, width: float, more: float = 0.0) 
     tokens = shape.sequence
     whole = 2.0 * tokens * numbers + tokens * more
     flops = Flops(whole, whole + tokens * more, 2.0 * tokens * numbers, whole)
-    kept = float(BYTES * tokens * width)
-    return Layer(flops, Kept(kept, kept, 0.0), numbers, float(BYTES * tokens * shape.hidden))
+    size = float(BYTES * tokens * width)
+    return Layer(flops, Kept(size, size, 0.0), numbers, float(BYTES * tokens * shape.hidden))
 
 
 def gemma() -> Iterator[Layer]:

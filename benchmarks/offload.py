@@ -81,15 +81,15 @@ def passes(schedule: str, plan: fpipe.Plan, costs: Costs) -> dict[str, Any]:
 def tightest(schedule: str, plan: fpipe.Plan, costs: Costs, **how: Any) -> Any:
     residuals = max(costs.residuals) if isinstance(costs.residuals, Sequence) else costs.residuals
     limit = max(each.total for each in fpipe.footprint(fpipe.lower(schedule, plan), costs))
-    kept = None
+    offload = None
     while limit > residuals:
         tried = fpipe.offload(limit, costs, **how)
         try:
             fpipe.lower(schedule, plan, offload=tried)
         except ScheduleError:
             break
-        kept, limit = tried, limit - residuals
-    return kept
+        offload, limit = tried, limit - residuals
+    return offload
 
 
 def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator[list[dict[str, Any]]]:

@@ -180,9 +180,9 @@ def layouts(plan: Plan, costs: Costs, room: float = 1.0) -> dict[str, Found]:
 
 def searched(plan: Plan, costs: Costs, limit: float) -> tuple[Any, ...]:
     """Return what a search finds, so that another process can make the same of it."""
-    found = schedules.search(plan, costs, memory_limit_bytes=limit, layouts=True, chunks=(1, 2))
-    within = limit if CATALOGUE[found.name].limited else None
-    return Partition(found.plan.placement, found.layers), found.name, within, found.offload, found.lower_bound
+    best = schedules.search(plan, costs, memory_limit_bytes=limit, layouts=True, chunks=(1, 2))
+    within = limit if CATALOGUE[best.name].limited else None
+    return Partition(best.plan.placement, best.layers), best.name, within, best.offload, best.lower_bound
 
 
 def on_first(search: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -288,10 +288,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def mean(rows: Sequence[dict[str, Any]]) -> None:
-    found = [r for r in rows if r["table"] == "simulated" and r["way"] == "found"]
-    for guide, key in (("1f1b", "over"), ("interleaved", "over_interleaved")) if found else ():
-        each = ", ".join(f"{r['model']} {r[key]:.2f}" for r in found)
-        print(f"faster than {guide} on equal numbers of layers: {statistics.fmean(r[key] for r in found):.2f} ({each})")
+    searched = [r for r in rows if r["table"] == "simulated" and r["way"] == "found"]
+    for guide, key in (("1f1b", "over"), ("interleaved", "over_interleaved")) if searched else ():
+        each = ", ".join(f"{r['model']} {r[key]:.2f}" for r in searched)
+        print(
+            f"faster than {guide} on equal numbers of layers: {statistics.fmean(r[key] for r in searched):.2f} ({each})"
+        )
 
 
 def main() -> None:

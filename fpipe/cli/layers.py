@@ -16,7 +16,7 @@ from fpipe.schedules.found import Found
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Whether stages are made of layers, and a file of their costs."""
+    """The options of `--layouts`: the search cuts layers into stages, with the costs of layers from a file."""
 
     layouts: Annotated[
         bool, InPlan("--layouts", help="Costs are those of layers: search where to cut them into stages, too.")

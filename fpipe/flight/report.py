@@ -1,4 +1,4 @@
-"""What a flight says, as JSON. No torch."""
+"""The states and last records of a flight's ranks, with the explanation, as JSON. No torch."""
 
 from __future__ import annotations
 

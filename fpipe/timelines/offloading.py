@@ -176,11 +176,10 @@ class _Away(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """The starts and ends of a rank's compute, in order, and the time before each in which the rank waits."""
+    """The starts and ends of a rank's compute, in order."""
 
     starts: list[float]
     ends: list[float]
-    room: list[float]
 
 
 class _Rank:
@@ -188,6 +187,7 @@ class _Rank:
 
     Args:
         computes: the indices of its effects that compute.
+        room: the time before each of these in which the rank waits.
         totals: its most bytes at each moment where nothing is moved.
     """
 
@@ -200,6 +200,8 @@ class _Rank:
         spans = timeline.spans
         self.starts = [spans.starts[first + at] for at in self.computes]
         self.times = [spans.ends[first + at] - spans.starts[first + at] for at in self.computes]
+        ends = [start + took for start, took in zip(self.starts, self.times, strict=True)]
+        self.room = [start - end for start, end in zip(self.starts, [0.0, *ends[:-1]], strict=True)]
         self.lives = list(self._lives())
         self.totals = list(self._moments(self._totals(program)))
 
@@ -254,7 +256,7 @@ class _Rank:
         factor = 1 + delay / (self.starts[-1] + self.times[-1]) if self.starts else 1.0
         starts = [factor * start for start in self.starts]
         ends = [start + took for start, took in zip(starts, self.times, strict=True)]
-        return _Times(starts, ends, [start - end for start, end in zip(starts, [0.0, *ends[:-1]], strict=True)])
+        return _Times(starts, ends)
 
     def _estimate(self, away: Sequence[_Away]) -> list[float]:
         """Return the bytes at each moment; exact where residuals share no memory with other values."""
@@ -294,8 +296,7 @@ class _Rank:
 
     def _recomputed(self, at: int, lives: Sequence[_Life], redone: Sequence[_Away], delay: float) -> _Away | None:
         """Return the recomputation that saves most at a moment: while the rank waits, else as late as can be."""
-        whole = self._times(0).room
-        room = [*whole]
+        room = [*self.room]
         for each in redone:
             room[each.end // 2] -= self._took(Recompute, each.life)
         delay += sum(min(0.0, left) for left in room)
@@ -305,7 +306,7 @@ class _Rank:
             number = next((n for n in numbers if room[n] >= took), life.used)
             if took - max(0.0, room[number]) > delay or not self._can_recompute(life):
                 continue
-            due = self.starts[number] - took - (whole[number] - room[number])
+            due = self.starts[number] - took - (self.room[number] - room[number])
             again = _Away(life, 2 * life.saved + 1, 2 * number, life.bytes - self._inputs(life), due)
             if again.bytes > (best.bytes if best else 0.0):
                 best = again

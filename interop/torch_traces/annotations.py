@@ -1,4 +1,4 @@
-"""What one rank's trace says of its pipeline: torch's annotations, on the host and on the device. No torch.
+"""The passes and transfers of one rank's trace: torch's annotations, on the host and on the device. No torch.
 
 torch.distributed.pipelining annotates what it runs with `record_function` (torch 2.13): the schedules with several
 stages on a rank by the text of each action, as "PP:2F0", "PP:2SEND_F0" or "PP:(0F5;1B3)OVERLAP_F_B"; ScheduleGPipe by

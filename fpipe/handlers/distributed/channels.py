@@ -408,11 +408,11 @@ class Channels:
                 sent.head = self.connections.send(head, self.process(target)), head
 
     def _awaits_head(self, route: RecvRoute) -> bool:
-        """Whether a head comes before a value that has not been read."""
+        """Return whether a value has a head that this rank has not read."""
         return self.has_heads and route.leads and not route.head_is_read
 
     def _may_lead(self) -> bool:
-        """Whether leading values still travel; once the handshake is over, it is waited for."""
+        """Return whether this rank sends and receives leading values now: until the numbers of all ranks are there."""
         return self.leads and not self.handshake.is_over
 
     def _lead(self, route: RecvRoute, purpose: str) -> None:

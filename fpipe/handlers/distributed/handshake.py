@@ -136,7 +136,7 @@ class RollCall:
 
     @property
     def is_over(self) -> bool:
-        """Whether the numbers of all ranks are there."""
+        """Whether this rank has received the numbers of all ranks."""
         return self._works is None or all(work.is_completed() for work in self._works)
 
     def clear(self) -> None:
@@ -217,7 +217,7 @@ class Handshake:
 
     @property
     def is_over(self) -> bool:
-        """Whether the numbers of all ranks are there."""
+        """Whether this rank has received the numbers of all ranks."""
         return self.roll is None or self.roll.is_over
 
     def meet(self, error: BaseException) -> None:

@@ -19,8 +19,8 @@ def answer(result: WhatIf, capture: Capture) -> dict[str, Any]:
     Where ranks are missing, the capture's own notices say so.
     """
     headline = result.headline(scale_of(result.timeline.makespan, capture.unit))
-    found = {"unit": capture.unit, "headline": headline, **result.as_json()}
-    return found if len(capture.headers) == capture.timeline.plan.ranks else found | {"notices": []}
+    answered = {"unit": capture.unit, "headline": headline, **result.as_json()}
+    return answered if len(capture.headers) == capture.timeline.plan.ranks else answered | {"notices": []}
 
 
 def unknown(capture: Capture) -> dict[str, Any]:
