@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.combinations import PAIRS, examples
 from tests.support.forked import fork_server
-from tests.support.pool import Gpus, Pool
+from tests.support.pool import Gpus, Pool, kept
 
 collect_ignore = ["support"]  # has no doctests, and imports much
 
@@ -59,17 +59,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def pools():
     """`pools(n)`: n processes joined by gloo, made on first use and kept in `pools.made`."""
-    made = {}
-
-    def get(size):
-        if size not in made:
-            made[size] = Pool(size)
-        return made[size]
-
-    get.made = made
-    yield get
-    for pool in made.values():
-        pool.close()
+    with kept() as get:
+        yield get
 
 
 @pytest.fixture(scope="session")

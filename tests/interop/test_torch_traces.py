@@ -17,7 +17,7 @@ from fpipe.interop.torch_traces import reading
 from fpipe.tables import TABLE
 from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support.combinations import few, sample, thorough
-from tests.support.pool import Pool
+from tests.support.pool import kept
 from tests.support.trace_jobs import LOOPS, SINGLE, VS, write_traces
 
 LETTER = {"Forward": "F", "Backward": "B", "BackwardInput": "I", "BackwardWeight": "W"}
@@ -137,16 +137,8 @@ def said(found):
 @pytest.fixture(scope="module")
 def jobs():
     """`jobs(n)`: processes without groups of other tests, which traces would name."""
-    made = {}
-
-    def get(size):
-        if size not in made:
-            made[size] = Pool(size)
-        return made[size]
-
-    yield get
-    for pool in made.values():
-        pool.close()
+    with kept() as get:
+        yield get
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +112,24 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+
+
+@contextmanager
+def kept() -> Iterator[Callable[[int], Pool]]:
+    """`get(n)`: a pool of n processes, made on first use and kept in `get.made`."""
+    made: dict[int, Pool] = {}
+
+    def get(size: int) -> Pool:
+        if size not in made:
+            made[size] = Pool(size)
+        return made[size]
+
+    get.made = made  # type: ignore[attr-defined]
+    try:
+        yield get
+    finally:
+        for pool in made.values():
+            pool.close()
 
 
 def _stay() -> None:
