@@ -7,8 +7,9 @@ The model and data of `benchmarks.peers`, by 1F1B over gloo, one thread a proces
 round runs a block of steps with memory checkpoints and one without, in alternating order. `ms` and `plain_ms` are
 medians of the rounds, by the clock; `ratio` is the median of the rounds' ratios. `cpu_ratio` is that of the processor
 time of rank 0 in the same blocks, all its threads, which other programs disturb less. `write_ms` is the processor time
-of a checkpoint in the thread that trains, and `bytes` its size. Each width has two rows: with `neighbour` each rank
-plays a host, and sends its checkpoints to the other one, through the loopback, while the next step runs.
+of a checkpoint in the thread that trains, and `bytes` its size. A width has a row with a checkpoint after each step,
+and two rows with `neighbour`, after each step and after each eighth: there each rank plays a host, and sends its
+checkpoints to the other one, through the loopback, while the next step runs.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from benchmarks import models
 from fpipe import Placement, handlers, interop, schedules
 from fpipe.stages.pytree import flatten
 
+CASES = ((False, 1), (True, 1), (True, 8))
+"""Whether a rank has a neighbour, and the steps from one checkpoint to the next."""
+
 
 class Training:
     """A training state, and the step that replaces it."""
 
     def __init__(
-        self, rank: int, ranks: int, width: int, handler: handlers.Distributed, folder: str, shared: str
+        self, rank: int, ranks: int, width: int, handler: handlers.Distributed, folder: str, memory: interop.Memory
     ) -> None:
         modules = models.stages(models.layers(width), ranks)
         pipeline, params = interop.from_modules(modules, loss=models.loss_fn)
@@ -44,7 +48,7 @@ class Training:
         self.params = pipeline.params_on(params, plan, rank)
         self.optimizer, self.number, self.data = adamw.init(self.params), 0, models.data(width)
         self.train = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, adamw, handler=handler)
-        memory = interop.Memory(neighbour=bool(shared), folder=f"{shared}/{rank}" if shared else "/dev/shm")
+        self.every = memory.every
         self.checkpoints = interop.Checkpoints(folder, pipeline, plan, handler=handler, memory=memory)
         self.checkpoints.resume(params=self.params, optimizer=self.optimizer, step=0)
         self.write_seconds: list[float] = []
@@ -57,7 +61,8 @@ class Training:
         self.step()
         start = time.thread_time()
         self.checkpoints.keep_in_memory(params=self.params, optimizer=self.optimizer, step=self.number)
-        self.write_seconds.append(time.thread_time() - start)
+        if self.number % self.every == 0:
+            self.write_seconds.append(time.thread_time() - start)
 
     @property
     def bytes(self) -> int:
@@ -79,14 +84,15 @@ def block(step: Callable[[], object], steps: int) -> tuple[float, float]:
 def job(
     rank: int, ranks: int, widths: Sequence[int], rounds: int, folder: str, hosts: str
 ) -> Iterator[list[dict[str, Any]]]:
-    """Run one process: yield two rows for every width, as measured on rank 0.
+    """Run one process: yield a row for every width and case, as measured on rank 0.
 
     Args:
         hosts: a folder in shared memory where each rank plays a host of its own.
     """
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    for width, shared in itertools.product(widths, ("", hosts)):
-        training, steps = Training(rank, ranks, width, handler, folder, shared), max(1, 1024 // width)
+    for width, (neighbour, every) in itertools.product(widths, CASES):
+        memory = interop.Memory(every=every, neighbour=neighbour, folder=f"{hosts}/{rank}" if neighbour else "/dev/shm")
+        training, steps = Training(rank, ranks, width, handler, folder, memory), max(every, 1024 // width)
         ways = [training.step_and_write, training.step]
         for way in ways * 2:
             way()
@@ -103,7 +109,8 @@ def job(
             {
                 "width": width,
                 "ranks": ranks,
-                "neighbour": bool(shared),
+                "neighbour": neighbour,
+                "every": every,
                 "ms": 1e3 * statistics.median(kept[0] for kept, _ in times),
                 "plain_ms": 1e3 * statistics.median(plain[0] for _, plain in times),
                 "ratio": statistics.median(kept[0] / plain[0] for kept, plain in times),
@@ -118,7 +125,10 @@ def job(
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
         print(
-            "width {width}, {ranks} ranks{0}: {ms:.1f} ms a step, ".format(", neighbour" * r["neighbour"], **r), end=""
+            "width {width}, {ranks} ranks, every {every}{0}: {ms:.1f} ms a step, ".format(
+                ", neighbour" * r["neighbour"], **r
+            ),
+            end="",
         )
         print("{plain_ms:.1f} without".format(**r), end="")
         print(", ratio {ratio:.3f}, of processor time {cpu_ratio:.3f}".format(**r), end="")

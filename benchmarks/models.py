@@ -102,11 +102,12 @@ def output(text: str, kinds: Sequence[str] = (".json", ".svg", ".png")) -> pathl
     return path
 
 
-def parser(description: str | None, rounds: int, limit: int) -> argparse.ArgumentParser:
-    """Return a parser of the options that all measurements in several processes have."""
+def parser(description: str | None, rounds: int, limit: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the options that all measurements have; with a limit, of those in several processes."""
     result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--rounds", type=positive, default=rounds)
-    result.add_argument("--limit", type=positive, default=limit, help="seconds until the processes are ended")
+    if limit is not None:
+        result.add_argument("--limit", type=positive, default=limit, help="seconds until the processes are ended")
     result.add_argument("--json", action="store_true", help="print a list of objects")
     return result
 

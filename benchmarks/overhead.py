@@ -1,26 +1,28 @@
 """Measure fpipe's own overhead in microseconds per effect, with a stub in place of autodiff.
 
     python -m benchmarks.overhead
+    python -m benchmarks.overhead --parts flight --json     # a list of objects, and nothing else
 
-`lowering` is schedule to complete programs; `local` replays them in one process; `gloo` runs two ranks on
-this machine, with values of eight floats, so that nearly all of it is the cost of passing a message, in turn with
-the same number of messages by bare send and receive; `between` is what a rank does between two pieces but wait for
-a value. `packing` sends values of eight tensors in one message and in eight, there and back. `observing` runs steps of
-`benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that captures no step, and one
-that captures each, in turn. `flight recorder` runs steps at width 32 with it and without. `graph` is the host's time of
-a step with `capture=True`, all but the replay of its graph, beside that of the same step without: at width 8 nearly all
-of it is the host's, on a GPU too.
+- `effects`: lowering is schedule to complete programs; local replays them in one process.
+- `graph`: the host's time of a step with `capture=True`, all but the replay of its graph, beside that of the same step
+  without: at width 8 nearly all of it is the host's, on a GPU too.
+- `gloo`: two ranks on this machine, with values of eight floats, so that nearly all of it is the cost of passing a
+  message, in turn with the same number of messages by bare send and receive. `between_us` is what a rank does between
+  two pieces but wait for a value.
+- `packing`: eight tensors of a value in one message and in eight, there and back.
+- `observing`: steps of `benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that
+  captures no step, and one that captures each, in turn.
+- `flight`: steps at width 32 with the flight recorder and without, in turn.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import fpipe
 from benchmarks import models
@@ -49,8 +50,9 @@ from fpipe.stages.pytree import Flat, flatten
 from fpipe.stages.stage import Stage
 from fpipe.tensorboard import Recorder
 
-REPEATS, PAIRS, WIDTH = 15, 40, 256
-ROUNDS, BLOCK, NARROW = 41, 10, 32
+REPEATS, WIDTH = 15, 256
+BLOCK, NARROW = 10, 32
+PARTS = ("effects", "graph", "gloo", "packing", "observing", "flight")
 PLANS = {
     "gpipe 4x32": (schedules.gpipe, Placement.loop(4), 32),
     "1f1b 4x32": (schedules.one_f_one_b, Placement.loop(4), 32),
@@ -107,25 +109,26 @@ def inputs(stages: range | tuple[int, ...], microbatches: int) -> Inputs:
     return Inputs({s: {} for s in stages}, [{}], data, rows=8 * microbatches, weighed=True)
 
 
-def in_process() -> None:
-    print(f"{'plan':20} {'effects':>8} {'lowering':>10} {'interleave':>10} {'local':>10}   µs an effect")
+def in_process() -> Iterator[dict[str, Any]]:
+    """Yield microseconds per effect of what happens in one process."""
     for name, (schedule, placement, microbatches) in PLANS.items():
         plan = Plan(placement, microbatches)
         programs = lower(schedule, plan)
-        count = sum(map(len, programs.values()))
         pieces = stubs(plan.stages, torch.zeros(8))
         run = handlers.Local().compile(programs, pieces, None)
         arguments = inputs(range(plan.stages), microbatches)
-        seconds = [
-            median(lambda schedule=schedule, plan=plan: lower(schedule, plan)),
-            median(lambda programs=programs: interleave(programs)),
-            median(lambda run=run, arguments=arguments: run(arguments)),
-        ]
-        print(f"{name:20} {count:8d}" + "".join(f" {1e6 * s / count:10.2f}" for s in seconds))
+        calls: dict[str, Callable[[], object]] = {
+            "lowering_us": lambda schedule=schedule, plan=plan: lower(schedule, plan),
+            "interleaving_us": lambda programs=programs: interleave(programs),
+            "local_us": lambda run=run, arguments=arguments: run(arguments),
+        }
+        count = sum(map(len, programs.values()))
+        times = {what: 1e6 * median(call) / count for what, call in calls.items()}
+        yield {"part": "effects", "plan": name, "effects": count, **times}
 
 
-def beside_a_graph() -> None:
-    """Time a step, and what is left of it for the host where a graph runs the rest."""
+def beside_a_graph() -> Iterator[dict[str, Any]]:
+    """Yield the milliseconds of a step, and of what is left of it for the host where a graph runs the rest."""
     modules = models.stages(models.layers(8), 2)
     pipeline, params = interop.from_modules(modules, loss=models.loss_fn)
     plan = pipeline.plan(Placement.loop(2), models.MICROBATCHES)
@@ -151,21 +154,36 @@ def beside_a_graph() -> None:
 
     plain, replayed = times(False), times(True)
     for what, alone, beside in zip(("value_and_grad", "train_step"), plain, replayed, strict=True):
-        print(
-            f"graph: {what} of {leaves} parameters, 2 stages, {plan.microbatches} microbatches: {1e3 * alone:.2f} ms, "
-            f"beside a graph {1e3 * beside:.2f} ms, ratio {beside / alone:.3f}"
-        )
+        yield {
+            "part": "graph",
+            "what": what,
+            "parameters": leaves,
+            "ms": 1e3 * alone,
+            "beside_a_graph_ms": 1e3 * beside,
+            "ratio": beside / alone,
+        }
 
 
-def over_gloo(rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    dist.init_process_group("gloo")
-    plan = Plan(Placement.loop(size), 32)
+def job(rank: int, ranks: int, parts: Sequence[str], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield the rows of each part, as measured on rank 0."""
+    if "gloo" in parts:
+        yield [passing(rank, ranks)]
+    if "packing" in parts:
+        yield [packing(rank, size) for size in (64, 1 << 10, 1 << 13, SMALL, 1 << 17)]
+    if "observing" in parts:
+        for name in ("1f1b", "zb-v"):
+            yield observing(rank, ranks, name, rounds)
+    if "flight" in parts:
+        yield in_flight(rank, ranks, rounds)
+
+
+def passing(rank: int, ranks: int) -> dict[str, Any]:
+    """Return the cost of an effect over gloo, and of what a rank does between two of them."""
+    plan = Plan(Placement.loop(ranks), 32)
     programs = lower(schedules.one_f_one_b, plan)
     given = torch.zeros(8)
-    run = handlers.Distributed().compile(programs, stubs(plan.stages, given), None)
-    arguments = inputs(plan.stages_on(rank), plan.microbatches)
+    pieces, arguments = stubs(plan.stages, given), inputs(plan.stages_on(rank), plan.microbatches)
+    run = handlers.Distributed().compile(programs, pieces, None)
     messages = sum(isinstance(e, Send) for p in programs.values() for e in p)
 
     def bare() -> None:
@@ -177,33 +195,47 @@ def over_gloo(rank: int, size: int, port: int) -> None:
                 dist.recv(given, 0)
                 dist.send(given, 0)
 
-    for _ in range(2):
-        ours = median(lambda: run(arguments))
-        theirs = median(bare)
-        if rank == 0:
-            effects = len(programs[0])
-            print(
-                f"gloo, {size} ranks, 1f1b 32: {1e6 * ours / effects:.1f} µs an effect of rank 0 ({effects}), "
-                f"{1e3 * ours:.2f} ms a step of {messages} messages; bare send and receive {1e3 * theirs:.2f} ms, "
-                f"ratio {ours / theirs:.2f}"
-            )
+    turns = [(median(lambda: run(arguments)), median(bare)) for _ in range(2)]
+    ours, theirs = map(statistics.mean, zip(*turns, strict=True))
     recording = fpipe.Recording(programs)
-    run = handlers.Distributed().compile(programs, stubs(plan.stages, given), recording)
-    between = []
+    run = handlers.Distributed().compile(programs, pieces, recording)
+    between: list[float] = []
     for _ in range(REPEATS):
         run(arguments)
         between += recording.measurement().account(rank).between
-    if rank == 0:
-        print(f"between two pieces of rank 0: {1e6 * statistics.median(between):.1f} µs")
-    packing(rank)
-    for name in ("1f1b", "zb-v"):
-        observing(rank, size, name)
-    in_flight(rank, size)
-    dist.destroy_process_group()
+    return {
+        "part": "gloo",
+        "effects": len(programs[0]),
+        "messages": messages,
+        "us": 1e6 * ours / len(programs[0]),
+        "ms": 1e3 * ours,
+        "bare_ms": 1e3 * theirs,
+        "ratio": ours / theirs,
+        "between_us": 1e6 * statistics.median(between),
+    }
 
 
-def observing(rank: int, ranks: int, name: str) -> None:
-    """Print the time of a step with an observer over that without, as the median of rounds."""
+def packing(rank: int, size: int) -> dict[str, Any]:
+    """Time eight tensors of a value there and back, as one message and as eight."""
+    payload: list[Any] = [torch.zeros(size // 4) for _ in range(8)]
+    codecs = [PayloadCodec(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]
+
+    def there_and_back(codec: PayloadCodec) -> None:
+        for sends in (rank == 0, rank == 1):
+            messages = codec.messages(payload) if sends else codec.buffers()
+            assert messages is not None
+            works = [dist.isend(x, 1 - rank) if sends else dist.irecv(x, 1 - rank) for x in messages]
+            for work in works:
+                assert work is not None
+                work.wait()
+            codec.payload(messages)
+
+    packed, alone = (1e6 * median(lambda codec=codec: there_and_back(codec)) for codec in codecs)
+    return {"part": "packing", "bytes": size, "one_message_us": packed, "eight_messages_us": alone}
+
+
+def observing(rank: int, ranks: int, name: str, rounds: int) -> list[dict[str, Any]]:
+    """Return the time of steps with observers over that without."""
     layers, (batch, target) = models.layers(WIDTH), models.data(WIDTH)
     entry = CATALOGUE[name]
     placement = entry.plan(ranks, models.MICROBATCHES).placement
@@ -220,15 +252,32 @@ def observing(rank: int, ranks: int, name: str) -> None:
             what: fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each)
             for what, each in watched.items()
         }
-        for what, text in compared(steps, arguments, PAIRS).items():
-            if rank == 0:
-                print(f"{name} at width {WIDTH}, {what}: {text}")
+        found = compared(steps, arguments, rounds)
+    return [{"part": "observing", "schedule": name, "width": WIDTH, **row} for row in found]
+
+
+def in_flight(rank: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the time of steps with the flight recorder over that without."""
+    layers, (batch, target) = models.layers(NARROW), models.data(NARROW)
+    placement = Placement.loop(ranks)
+    pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
+    plan = pipeline.plan(placement, models.MICROBATCHES)
+    arguments = pipeline.params_on(params, plan, rank), batch, target
+    steps: dict[str, Callable[..., object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for what, place in (("the flight recorder", folder), ("", "/dev/null/none")):  # where no file can be made
+            with mock.patch.dict(os.environ, {FOLDER: place}):
+                handler = handlers.Distributed()
+                steps[what] = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
+                steps[what](*arguments)  # makes the files
+        found = compared(steps, arguments, rounds, BLOCK)
+    return [{"part": "flight", "schedule": "1f1b", "width": NARROW, **row} for row in found]
 
 
 def compared(
     steps: Mapping[str, Callable[..., object]], arguments: tuple[Any, ...], rounds: int, block: int = 1
-) -> dict[str, str]:
-    """Return the times of steps over those of the one called "", in words: medians of rounds of blocks, in turn."""
+) -> list[dict[str, Any]]:
+    """Return the times of steps over those of the one called "": quartiles over rounds of blocks, in turn."""
     times: dict[str, list[float]] = defaultdict(list)
     for i in range(rounds + 2):
         for what in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
@@ -238,61 +287,48 @@ def compared(
                 steps[what](*arguments)
             dist.barrier()
             times[what].append(time.perf_counter() - start)
-    alone, texts = times.pop(""), {}
+    alone, rows = times.pop(""), []
     for what, each in times.items():
-        low, middle, high = statistics.quantiles([a / b for a, b in list(zip(each, alone, strict=True))[2:]], n=4)
-        texts[what] = f"{middle:.4f} of one without, quartiles {low:.4f} to {high:.4f}"
-    return texts
+        ratios = [a / b for a, b in zip(each, alone, strict=True)][2:]
+        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
+        rows.append({"what": what, "ratio": middle, "ratio_quartiles": [low, high], "rounds": rounds})
+    return rows
 
 
-def in_flight(rank: int, ranks: int) -> None:
-    """Print the time of a step with the flight recorder over that without, as the median of rounds of blocks."""
-    layers, (batch, target) = models.layers(NARROW), models.data(NARROW)
-    placement = Placement.loop(ranks)
-    pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
-    plan = pipeline.plan(placement, models.MICROBATCHES)
-    steps: dict[str, Callable[..., object]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for what, place in (("flight recorder", folder), ("", "/dev/null/none")):  # where no file can be made
-            with mock.patch.dict(os.environ, {FOLDER: place}):
-                handler = handlers.Distributed()
-                steps[what] = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
-                steps[what](pipeline.params_on(params, plan, rank), batch, target)  # makes the files
-        arguments = pipeline.params_on(params, plan, rank), batch, target
-        for what, text in compared(steps, arguments, ROUNDS, BLOCK).items():
-            if rank == 0:
-                print(f"1f1b at width {NARROW}, {what}: {text}")
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    for each in rows:
+        print(TEXTS[each["part"]].format(**each), flush=True)
 
 
-def packing(rank: int) -> None:
-    """Time eight tensors of a value there and back, as one message and as eight."""
-    for size in (64, 1 << 10, 1 << 13, SMALL, 1 << 17):
-        payload: list[Any] = [torch.zeros(size // 4) for _ in range(8)]
-        codecs = [PayloadCodec(signature_of(payload), torch.device("cpu"), small) for small in (size, 0)]
+TEXTS = {
+    "effects": "{plan}, {effects} effects: lowering {lowering_us:.2f} µs an effect, "
+    "interleaving {interleaving_us:.2f}, local {local_us:.2f}",
+    "graph": "{what} of {parameters} parameters: {ms:.2f} ms, beside a graph {beside_a_graph_ms:.2f}, "
+    "ratio {ratio:.3f}",
+    "gloo": "gloo, 1f1b, {effects} effects on rank 0: {us:.1f} µs an effect; {ms:.2f} ms for {messages} messages, bare "
+    "{bare_ms:.2f}, ratio {ratio:.2f}; {between_us:.1f} µs between two pieces",
+    "packing": "8 tensors of {bytes} bytes: {one_message_us:.0f} µs in one message, {eight_messages_us:.0f} in eight",
+    "observing": "{schedule} at width {width}, {what}: {ratio:.4f} of a step without, "
+    "quartiles {ratio_quartiles[0]:.4f} to {ratio_quartiles[1]:.4f}",
+}
+TEXTS["flight"] = TEXTS["observing"]
 
-        def there_and_back(codec: PayloadCodec, payload: list[Any] = payload) -> None:
-            for sends in (rank == 0, rank == 1):
-                messages = codec.messages(payload) if sends else codec.buffers()
-                assert messages is not None
-                works = [dist.isend(x, 1 - rank) if sends else dist.irecv(x, 1 - rank) for x in messages]
-                for work in works:
-                    assert work is not None
-                    work.wait()
-                codec.payload(messages)
 
-        packed, alone = (median(lambda codec=codec: there_and_back(codec)) for codec in codecs)
-        if rank == 0:
-            print(f"packing {size:7d} bytes x 8: {1e6 * packed:.0f} µs in one message, {1e6 * alone:.0f} µs in eight")
+def measured(parts: Sequence[str], rounds: int, limit: float) -> Iterator[list[dict[str, Any]]]:
+    if "effects" in parts:
+        yield from ([row] for row in in_process())
+    if "graph" in parts:
+        yield from ([row] for row in beside_a_graph())
+    if {*parts} - {"effects", "graph"}:
+        yield from models.in_processes(job, 2, parts, rounds, limit=limit)
 
 
 def main() -> None:
+    parser = models.parser(__doc__, rounds=41, limit=900)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    in_process()
-    beside_a_graph()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.start_processes(over_gloo, args=(2, port), nprocs=2, start_method="spawn")
+    models.report("overhead", options.json, measured(options.parts, options.rounds, options.limit), show)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,21 @@ def test_peers(tmp_path, printed):
     assert schedule in figure.read_text()
 
 
+@pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
+def test_simulate(printed):
+    (row,) = printed("simulate", "--plans", "1f1b 8x128", "--rounds", "1")
+    assert row["effects"] == 8 * 128 * 2 + 7 * 128 * 2 * 2 + 8  # pieces, sends and receives both ways, reductions
+    assert row["ratio"] == pytest.approx(row["simulator"] / row["torch simulator"])
+
+
+@pytest.mark.skipif(not ALL, reason="it measures for twenty seconds: FPIPE_TESTS=all runs it")
+def test_overhead(printed):
+    rows = printed("overhead", "--rounds", "1")
+    parts = benchmark("overhead").PARTS
+    assert list(dict.fromkeys(row["part"] for row in rows)) == list(parts)
+    assert [row["what"] for row in rows if row["part"] == "flight"] == ["the flight recorder"]
+
+
 @pytest.mark.skipif(not ALL, reason="five processes that import torch: FPIPE_TESTS=all runs it")
 def test_offload(printed):
     rows = printed("offload", "--tables", "timed", "--layer", "1", "--rounds", "1")
