@@ -245,8 +245,9 @@ def job(fault: str, draw: random.Random, folder: Path | None, during: Callable[[
     for process in processes:
         process.start()
     try:
-        for ours, _ in pipes:
-            ours.recv()
+        for message in [ours.recv() for ours, _ in pipes]:
+            if isinstance(message, Ended):
+                raise RuntimeError(f"{fault}: a process ended before its job had a fault: {message.error}")
         began = time.monotonic()
         ended_by_it = during(processes)
         victim = mesh_of(fault).name(next(iter(ended_by_it), 1))

@@ -133,7 +133,7 @@ def flight():
     shutil.rmtree(ranks[0].path.parent, ignore_errors=True)  # it stays where a test has failed
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", few(VERBS, slice(None, None, 3)))
 def test_the_examples_of_the_help_run_and_every_verb_has_json(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     *before, last = examples(verb)
@@ -358,6 +358,7 @@ def test_draw_goes_on_below_what_is_wider_than_the_terminal():
     ("suffix", "option"),
     few([(".pdf", ()), (".svg", ("--residuals", "1e9")), (".svg", ()), (".png", ())], slice(2)),
 )
+@thorough
 def test_draw_writes_a_file_whole(suffix, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = tmp_path / f"a$b{suffix}"

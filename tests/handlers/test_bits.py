@@ -36,7 +36,6 @@ def possible(name, schedule, m, way, ranks, **_):
     handler=("local", "gloo"),
     ranks=(2, 4),
     where=possible,
-    singly=False,
 )
 def test_training(pools, name, schedule, way, m, handler, ranks):
     if handler == "gloo":

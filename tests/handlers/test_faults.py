@@ -7,7 +7,7 @@ import pytest
 
 from fpipe.store import JobStore, StoreError, bounded
 from tests.support import fault_jobs
-from tests.support.combinations import sample
+from tests.support.combinations import sample, thorough
 
 GRACE = 12.0  # seconds that an error may come later than the time limit, on a busy machine
 
@@ -50,6 +50,7 @@ def test_a_call_to_a_silent_store_ends():
 
 
 @pytest.mark.parametrize("accident", sample([signal.SIGSTOP, signal.SIGKILL], [signal.SIGSTOP]))
+@thorough
 def test_every_call_ends_in_time_after_the_host_of_the_store_is_gone(fresh_pool, tmp_path, accident):
     pool, timeout = fresh_pool(2), 3.0
     for pipe in pool.pipes:

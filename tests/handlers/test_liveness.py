@@ -18,11 +18,13 @@ from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.groups import Groups
 from fpipe.handlers.distributed.liveness import Answer, Watchdog, verdict
 from tests.support import faults
+from tests.support.combinations import thorough
 from tests.support.fake_device import FakeDevice
 
 GRACE = 8.0  # seconds that the error may come later than the time limit, on a busy machine
 
 
+@thorough
 def test_a_slow_stage_is_waited_for(pools):
     """It computes for three times the time limit."""
     losses = pools(3).run(faults.run, 3, "slow", "eager", 1.0)
@@ -63,6 +65,7 @@ def check_loss(rank, outcome, reason, limit):
     assert outcome.seconds < 1.0 + limit + GRACE
 
 
+@thorough
 def test_a_short_stop_between_two_slow_steps_is_no_absence(pools):
     """Rank 0 waits in the next step while rank 1 still computes this one, and then is elsewhere for a moment."""
     assert pools(2).run(faults.slow_evaluation, 1.5) == [True, True]
@@ -83,6 +86,7 @@ def test_a_lifeline_that_is_closed_tells_nothing(pools):
     assert pools(3).run(faults.lifeline, False) == [None] * 3
 
 
+@thorough
 def test_a_wait_is_cut_after_another_rank_has_gone(fresh_pool):
     """Nothing can be posted to the rank that is gone, which would not end a wait for the others."""
     gone, _, waited = fresh_pool(3).outcomes(faults.cut_after_a_loss, limit=30)

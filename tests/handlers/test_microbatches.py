@@ -14,7 +14,7 @@ from fpipe.handlers import captured_pieces
 from fpipe.handlers.distributed.connections import Connections
 from tests.handlers.test_weights import PLACEMENTS
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import ALL, combined, few
+from tests.support.combinations import ALL, combined, few, thorough
 from tests.support.sharing import Sharing, sharing
 
 CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
@@ -223,6 +223,7 @@ def test_traces_of_many_lengths_are_bounded(monkeypatch):
         assert len(each.traced) == each.entry.cache_info().currsize == 5
 
 
+@thorough
 def test_pieces_of_many_lengths_are_bounded(monkeypatch):
     monkeypatch.setattr("fpipe.handlers.captured_pieces.KINDS", 2)
     monkeypatch.setattr("fpipe.handlers.captured_pieces.COMPUTED", 8)

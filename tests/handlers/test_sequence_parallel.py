@@ -26,6 +26,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("policy", sample(["everything_saveable", "nothing_saveable"], ["nothing_saveable"]))
+@thorough
 def test_a_block_gathers_twice_and_scatters_twice_each_way_and_never_for_weights(pools, policy):
     """As Megatron-LM does. The gradients of norms, biases and positions are added once a step, not in pieces."""
     for counts, loss, gradients in pools(2).run(sequence_jobs.collectives, policy):

@@ -176,6 +176,7 @@ def test_what_a_split_module_has_is_loaded_into_other_cuts(tmp_path, cuts):
         assert differences({n: x for tree in found[key].values() for n, x in tree.items()}, whole) == []
 
 
+@thorough
 def test_a_split_model_with_ties_and_buffers_is_loaded_into_other_cuts_and_back_into_the_module(tmp_path):
     torch.manual_seed(0)
     module, tokens = models.TiedGPT(layers=2), torch.randint(0, 11, (4, 6))
@@ -374,6 +375,7 @@ def elsewhere(job, *args):
         return pool.apply(job, args)
 
 
+@thorough
 def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
     kills = (12, 25, 200)[LEVEL]
     amid = elsewhere(kill_at_random, str(tmp_path / "saved"), kills)
@@ -389,6 +391,7 @@ def test_kills_of_two_ranks_at_random_moments_leave_the_last_or_the_next_whole(t
     assert amid > (3 if ALL else 0)
 
 
+@thorough
 def test_a_kill_at_any_call_of_the_operating_systems_leaves_one_whole(tmp_path):
     assert elsewhere(kill_at_each_event, str(tmp_path / "saved")) > 20
 

@@ -11,7 +11,7 @@ from fpipe.costs import Shared
 from fpipe.effects import Activation, Forward, Residuals
 from fpipe.schedules import search
 from tests.support import elastic_jobs
-from tests.support.combinations import few
+from tests.support.combinations import few, thorough
 from tests.support.jobs import differences
 
 FOUR = Pipeline([elastic_jobs.layer] * 4)
@@ -71,6 +71,7 @@ SIZED = Costs(parameters=10, residuals=20, activation=1, deferred=2, communicati
 
 
 @pytest.mark.parametrize("shards", few([False, True], [True]))
+@thorough
 def test_replicas_stay_as_many_and_a_process_that_makes_none_waits(pools, tmp_path, shards):
     """Four processes are two ranks of two replicas; three are one rank of two, and one that waits, and exits."""
     options = {"stages": 2, "replicas": 2}
@@ -92,6 +93,7 @@ def test_processes_beyond_the_stages_wait_until_the_others_are_done(pools, tmp_p
     assert "1 process with no stage: there are 2" in results[0]["text"]
 
 
+@thorough
 def test_all_ranks_come_to_the_same_plan_within_the_limit(pools):
     options = {"costs": SIZED, "memory_limit_bytes": 120}
     (text, size, programs), *others = pools(3).run(elastic_jobs.choose, [options])

@@ -580,6 +580,7 @@ def test_a_neighbour_has_a_copy_of_each_step(pools, tmp_path, whole):
 
 
 @pytest.mark.parametrize("lost", range(2))
+@thorough
 def test_with_copies_that_are_behind_a_step_is_whole_whichever_host_is_lost(pools, tmp_path, whole, lost):
     """Copies take longer than steps. Nothing is on disk."""
     at = EVERY - 1
@@ -618,6 +619,7 @@ def test_a_neighbours_copies_are_gone_once_the_run_has_ended(pools, tmp_path, wh
 
 
 @pytest.mark.parametrize("silent", [False, True])
+@thorough
 def test_a_run_ends_soon_where_a_neighbour_sends_no_more(pools, tmp_path, silent):
     """Its connection has failed, or it says nothing. Rank 0 removes the copies that it has of rank 1."""
     (seconds, texts), (_, others) = pools(2).run(memory_jobs.ended_without_a_neighbour, str(tmp_path), silent)

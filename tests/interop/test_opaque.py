@@ -104,6 +104,7 @@ def test_gradients_of_their_own_are_those_of_the_module(case, name, autodiff):
             torch.testing.assert_close(gradient, gradients.get(key), rtol=1e-5, atol=1e-6)
 
 
+@thorough
 def test_the_force_is_kept_whole(case):
     pipeline, params = interop.split(case.module, at=["force"], example=case.batch)
     with pytest.raises(ValueError, match=r"'force\.energy' doesn't run in forward"):

@@ -420,6 +420,7 @@ def sharded_updates(rank, shape):
 
 
 @pytest.mark.parametrize("shape", sample([(1,), (3,), (4,), (2, 2)], few([(3,), (2, 2)], [(3,)])))
+@thorough
 def test_updates_of_shards_have_the_bits_of_whole_parameters(pools, shape):
     assert pools(math.prod(shape)).run(sharded_updates, shape) == [[]] * math.prod(shape)
 

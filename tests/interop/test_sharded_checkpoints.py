@@ -322,6 +322,7 @@ def load_kept(rank, shape, folder):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
+@thorough
 def test_pieces_in_memory_are_loaded_over_any_mesh(pools, tmp_path, shape):
     assert sorted(pools(4).run(keep_parts, shape, str(tmp_path))) == [[0], [1], [2], [3]]
     for other in [(1, 2, 2), (1, 1, 3), (2, 1, 2)]:

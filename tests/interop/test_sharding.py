@@ -287,6 +287,7 @@ def loaded(rank, folder):
     return wrong + differences(locals_of(ours), rows), all(stored)
 
 
+@thorough
 def test_each_process_keeps_its_rows_of_a_state_dict_and_of_a_folder(pools, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -481,6 +481,7 @@ def test_functions_by_hand():
         interop.from_functions(functions, reads={3: [0]})
 
 
+@thorough
 def test_materialise_makes_attention():
     with torch.device("meta"):
         module = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -63,6 +63,7 @@ def test_every_token_weighs_the_same(gpt2):
         parameter.grad = None
 
 
+@thorough
 def test_each_rank_reads_its_own_tensors_alone(gpt2, tmp_path, monkeypatch):
     whole, _, params, _ = gpt2
     with torch.device("meta"):
@@ -158,6 +159,7 @@ def test_names_that_fit_in_several_ways_are_refused(gpt2, tmp_path):
         load(tmp_path, pipeline)
 
 
+@thorough
 def test_layers_that_the_model_lacks_are_a_warning(gpt2, tmp_path):
     whole, pipeline, params, _ = gpt2
     model(n_layer=5).save_pretrained(tmp_path / "long")

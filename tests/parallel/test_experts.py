@@ -145,6 +145,7 @@ def test_rows_of_a_batch_are_spread_too(pools):
         assert gradients < 1e-12
 
 
+@thorough
 def test_training_and_checkpoints_on_another_mesh(pools, tmp_path):
     """Params, momentum and norms are those of one process; what two save, each with its experts, two with all load."""
     assert max(pools(2).run(expert_jobs.train_and_save, Grid("ep2 pp1"), tmp_path)) < 1e-5

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support import piece_jobs as jobs
+from tests.support.combinations import few, thorough
 from tests.support.pool import Pool
 
 
@@ -52,6 +53,7 @@ def test_a_collective_is_posted_early_and_waited_for_late(graphs):
     assert at["all_gather"] < at["mm("] < at["wait_tensor("]
 
 
+@thorough
 def test_the_collectives_of_layers_where_nothing_is_saved(pools):
     counts = pools(2).run(jobs.layer_counts)[0]
     assert counts["gathered"] == {
@@ -118,7 +120,7 @@ def test_what_ranks_could_not_run_together_is_refused(pools):
         assert texts["pieces"] is None  # it runs without graphs
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped", "raises"])
+@pytest.mark.parametrize("how", few(["killed", "stopped", "raises"], ["killed"]))
 def test_a_peer_that_goes_is_an_error_within_the_limit(fresh_pool, how):
     pool = fresh_pool(2)
     for pipe in pool.pipes:

@@ -7,9 +7,11 @@ import pytest
 import fpipe
 from fpipe import Placement, handlers
 from tests.support import cases
+from tests.support.combinations import thorough
 
 
 @pytest.mark.parametrize("schedule", ["seq-1f1b", "seq-zb"])
+@thorough
 def test_a_profile_predicts_bytes(schedule):
     """Within a tenth: a profile has the mean of slices, of which later ones keep more keys and values."""
     case = cases.built("causal", 3)

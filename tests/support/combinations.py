@@ -1,8 +1,7 @@
 """Which rows of several axes a test has, by the level of tests in FPIPE_TESTS.
 
-By default, every value is in a row; of cases, schedules, handlers, policies and counts, in tests/handlers/test_bits.py,
-every pair is. FPIPE_TESTS=pairs has rows with every pair, more of the values that take much the same way, and tests
-that combine what others check; FPIPE_TESTS=all has the full products.
+By default, every value is in a row. FPIPE_TESTS=pairs has rows with every pair, more of the values that take much the
+same way, and tests that combine what others check; FPIPE_TESTS=all has the full products.
 """
 
 from __future__ import annotations

@@ -215,6 +215,7 @@ def test_a_step_that_overflows_is_skipped(schedule, way):
     assert jobs.overflowing(handlers.Local(), schedule, **WAYS[way]) == ([], OVERFLOWS)
 
 
+@thorough
 def test_ranks_skip_a_step_together(pools):
     for results in pools(2).run(jobs.overflowing_ranks, "zb_v", [WAYS["graph"], WAYS["captured"]]):
         assert results == [([], OVERFLOWS)] * 2

@@ -13,6 +13,7 @@ import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules, transforms
 from fpipe.transforms import Dual
 from tests.support import cases
+from tests.support.combinations import thorough
 from tests.support.forked import CONTEXT
 
 ATEN = torch.ops.aten
@@ -235,6 +236,7 @@ def compiled():
         torch.compile(lambda x: step(params, x, x)[0], backend="eager", fullgraph=True)(x)
 
 
+@thorough
 def test_a_step_breaks_the_graph_of_a_compiled_function():
     process = CONTEXT.Process(target=compiled)
     process.start()
