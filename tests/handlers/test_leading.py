@@ -9,8 +9,8 @@ from fpipe.effects import Activation
 from fpipe.programs.leading import leading
 from fpipe.programs.lowering import forward_only
 from fpipe.schedules.catalogue import CATALOGUE
-from tests.support import leading_jobs
-from tests.support.combinations import sample
+from tests.support import fault_jobs, leading_jobs
+from tests.support.combinations import few, sample
 
 SAID = {
     "nothing": r"^$",
@@ -25,22 +25,45 @@ SAID = {
 }
 LEADING = {"raises": 1, "interrupt": 1, "batch": 0, "program": 0}
 """By change the last rank that runs a forward before the late one has come; rank 2 for the others."""
+FEW = ("nothing", "batch", "raises")
 
 
-@pytest.mark.parametrize("schedule", sample(["zb_h2", "gpipe", "one_f_one_b"], ["zb_h2"]))
-def test_a_step_to_which_the_last_rank_comes_late(schedule, pools):
+@pytest.mark.parametrize(
+    ("schedule", "changes"),
+    [
+        ("zb_h2", leading_jobs.CHANGES),
+        *[(schedule, few(leading_jobs.CHANGES, FEW)) for schedule in ("interleaved_1f1b", "zb_v", "seq_1f1b")],
+        *[(schedule, leading_jobs.CHANGES) for schedule in sample(["gpipe", "one_f_one_b", "seq_zb"], [])],
+    ],
+)
+def test_a_step_to_which_the_last_rank_comes_late(schedule, changes, pools):
     """The ranks before it have run a forward each, whatever becomes of the step; the next one has the reference's bits.
 
-    A change of signatures on the last rank alone is an ordinary step.
+    A change of signatures on the last rank alone is an ordinary step. In a V, the first rank has the target.
     """
-    outcomes = pools(4).run(leading_jobs.late, 4, schedule)
-    for change, *ranks in zip(leading_jobs.CHANGES, *outcomes, strict=True):
+    outcomes = pools(4).run(leading_jobs.late, 4, schedule, changes)
+    leading = LEADING | ({"target": 0} if schedule == "zb_v" else {})
+    for change, *ranks in zip(changes, *outcomes, strict=True):
         late, *_ = ranks[-1]
         for rank, (_, first, error, differences) in enumerate(ranks):
             assert differences == [], (change, rank)
             assert re.search(SAID[change], error), (change, rank, error)
-            if rank <= LEADING.get(change, 2):
+            if rank <= leading.get(change, 2):
                 assert first < late, (change, rank)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "victim"),
+    sample([(s, v) for s in ("zb_h2", "zb_v", "interleaved_1f1b") for v in (0, 1, 2)], [("zb_h2", 1), ("zb_v", 0)]),
+)
+def test_a_leading_rank_that_is_killed_is_named(schedule, victim, fresh_pool):
+    """By all others, and at once, though not all of them have begun the step."""
+    outcomes = fresh_pool(4).outcomes(leading_jobs.killed, 4, schedule, victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            text, seconds = outcome.value
+            assert fault_jobs.blamed(text) == f"rank {victim}", text
+            assert seconds < 10.0, seconds  # its handler's limit is 20
 
 
 def test_what_leads_is_what_ranks_run_before_the_last_one_is_there():
