@@ -11,20 +11,11 @@ from itertools import product
 from math import floor, inf
 
 from fpipe.costs import Costs
-from fpipe.effects import (
-    Activation,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Gradient,
-    Name,
-    Overlap,
-)
+from fpipe.effects import BackwardInput, BackwardWeight, Forward
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit
-from fpipe.schedules.cuts import existing
+from fpipe.schedules.flights import Flights
 from fpipe.schedules.work import FORWARD, INPUT, Room, Work
 
 ROUNDING = 1e-9
@@ -34,7 +25,7 @@ ROUNDING = 1e-9
 def lower_bound(
     plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
 ) -> float:
-    """Return a lower bound of the cost, the largest of five.
+    """Return a lower bound of the cost, the largest of seven.
 
     Args:
         memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
@@ -45,6 +36,9 @@ def lower_bound(
       between its last forward and its last backward.
     - Two chunks on each rank, equal times and k half microbatches of memory: max(6m, 6m + 6p - 3k - 1) at unit times
       (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024, figure 13).
+    - A rank holds at most so many chunks at a time, each at least while its microbatch travels to the last stage and
+      back. Likewise, of a chain of stages, for microbatches that are in flight on all chunks of a rank: 2p + 2 half
+      microbatches of time on the last rank of a V, which is what counts where the limit is below half of the ranks.
     - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
       are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
       then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
@@ -56,6 +50,8 @@ def lower_bound(
     15.0
     >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=2)
     59.0
+    >>> lower_bound(Plan(Placement.v(4), 8), Costs(), memory_limit=1)
+    80.0
     >>> lower_bound(Plan(Placement.loop(4), 8), Costs(), memory_limit=4)
     27.0
     """
@@ -63,7 +59,10 @@ def lower_bound(
     check_limit(memory_limit_bytes)
     in_order = plan.slices == 1  # of slices, the backwards are not
     plan, costs, memory_limit = _as_microbatches(plan, costs, memory_limit)
-    bound = max(_of_travels(plan, costs), _published(plan, costs, memory_limit))
+    flights = Flights(plan, costs)
+    bound = max(flights.travelling(), _published(plan, costs, memory_limit))
+    if memory_limit is not None:
+        bound = max(bound, flights.held(memory_limit))
     if costs.backward is not None or costs.overlap is not None or not is_chain(plan):
         return bound
     rooms = []
@@ -84,58 +83,6 @@ def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Pla
     limit = None if limit is None else limit * plan.slices
     plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
     return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit
-
-
-def _of_travels(plan: Plan, costs: Costs) -> float:
-    """Return the bound of a rank's passes, and of a microbatch on its way to the last stage and back."""
-    costs = existing(costs, plan)  # of a stage with one half, `backward` is then the time of that half
-    plain, stages = replace(costs, scale=(), sizes=()), range(plan.stages)
-    scale = costs.scale or [1.0] * plan.microbatches
-    fused = [plain.time(Backward(s, 0)) for s in stages]
-    apart = [plain.time(BackwardInput(s, 0)) + plain.time(BackwardWeight(s, 0)) for s in stages]
-    pair = [inf if costs.overlap is None else plain.time(Overlap(Forward(s, 0), Backward(s, 0))) for s in stages]
-    # In any form: within an overlap, an effect may take less time than alone.
-    forward = [min(plain.time(Forward(s, 0)), pair[s]) for s in stages]
-    inputs = [min(plain.time(BackwardInput(s, 0)), fused[s], *pair) for s in stages]
-    backward = [min(fused[s], apart[s], *pair) for s in stages]
-    bound = 0.0
-    for rank in range(plan.ranks):
-        work = 0.0
-        for s in plan.stages_on(rank):
-            numbers = plan.microbatches_of(s, rank)
-            first, last, total = numbers[0], numbers[-1], sum(scale[m] for m in numbers)
-            alone = plain.time(Forward(s, 0)) + min(fused[s], apart[s])
-            work += total * min(alone, pair[s] if len({*scale}) == 1 else inf if pair[s] == inf else 0.0)
-            for m, forwards, backwards in ((first, scale[first], total), (last, total, scale[last])):
-                way = _away(plan, costs, s, m, [t * scale[m] for t in forward], [t * scale[m] for t in inputs])
-                bound = max(bound, way + forwards * forward[s] + backwards * backward[s])
-        bound = max(bound, work)
-    return bound
-
-
-def _away(
-    plan: Plan, costs: Costs, stage: int, microbatch: int, forward: Sequence[float], inputs: Sequence[float]
-) -> float:
-    """Return the least time from the end of a stage's forward to the start of its backward."""
-
-    def travels(source: int, target: int, value: Name) -> float:
-        return costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
-
-    done = {stage: 0.0}
-    for s in range(stage + 1, plan.stages):
-        there = [
-            done[source] + travels(source, s, Activation(source, microbatch))
-            for source in plan.sources(s)
-            if source in done
-        ]
-        if there:
-            done[s] = max(there) + forward[s]
-    begun: dict[int, float] = {}
-    for s in reversed(done):
-        consumers = plan.consumers(s) if plan.is_differentiated(s) else ()
-        gradients = (begun[c] + inputs[c] + travels(c, s, Gradient(s, c, microbatch)) for c in consumers)
-        begun[s] = max([done[s], *gradients])
-    return begun[stage]
 
 
 def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:

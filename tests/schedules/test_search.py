@@ -85,6 +85,11 @@ def test_nothing_that_was_tried_is_better(model, limit):
         (Plan(Placement.v(4), 8), Costs(1, 1, 2), 2, 64),
         # Rank 1 begins after a forward, and rank 0 ends with the input gradient that comes last: 1 + 3 * 6 + 5.
         (Plan(Placement.loop(2), 3), Costs(1, 5, 0), None, 24),
+        # A microbatch's two chunks are in flight for 4p + 4 in all, on each rank, and for the transfers.
+        (Plan(Placement.v(4), 8), Costs(), 1, 8 * (16 + 4) / 2),
+        (Plan(Placement.v(5), 20), Costs(communication=0.5), 2, 20 * (20 + 4 + 8) / 4),
+        # On the last rank both are in flight for 2p + 1, where three chunks are room for one microbatch.
+        (Plan(Placement.v(4), 8), Costs(), 1.5, 8 * 9),
         # A chain, one stage on each rank: m S + max over r of r X - (k - 1) W + max(0, (p - 1 - r) X - (k - 1) F).
         (Plan(Placement.loop(4), 8), Costs(), 4, 24 + 6 - 3),
         (Plan(Placement.loop(4), 8), Costs(communication=0.5), 4, 24 + 9 - 3),
