@@ -10,6 +10,7 @@ from fpipe.plan import Edges, Placement, Plan
 FORWARD, BACKWARD = 1.0, 2.0  # of a block, the times for which passes are ordered
 SCORES, WEIGHT = 1.0, 0.5  # of a part of the output layer: a head with a third of the model's work
 PERIOD = FORWARD + SCORES + WEIGHT + BACKWARD
+HOP = PERIOD / 2  # from a rank to the next, either way
 
 
 def vocabulary_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
@@ -21,10 +22,10 @@ def vocabulary_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     `Placement.vocabulary(ranks)` and `Edges.vocabulary(ranks)`; `fpipe.parallel.Vocabulary` makes such stages.
     On each rank a forward, S, T and a backward take turns.
 
-    Peak in flight on rank r: at most p + 2 - r microbatches of its block. With F, B, W the times of a rank's block and
-    V that of the whole output layer, two thirds of it in S, the cost is m(F+B+W+V/p) + (p-1)(F+B+W) on two ranks, and
-    at most 7 % more on others where V is a third to a half of all work, F = B = W and c = 0. With the output layer on
-    the last rank as well, 1F1B takes (m+p-1)(F+B+W) + mV.
+    Peak in flight on rank r: p + 1 - r microbatches of its block. With F, B, W the times of a rank's block and V that
+    of the whole output layer, two thirds of it in S, the cost is m(F+B+W+V/p) + (p-1)(F+B+W) where F = B = W, V is a
+    third to a half of all work, and c = 0. With the output layer on the last rank as well, 1F1B takes
+    (m+p-1)(F+B+W) + mV.
 
     Below, `a` is the part of the embedding, `b` the block, `c` the part of the output layer, and `d` the loss. All
     passes take one unit there.
@@ -58,27 +59,28 @@ def vocabulary_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
 def _starts(rank: int, ranks: int) -> list[tuple[float, tuple[type, int]]]:
     """Return when each pass of microbatch 0 starts, in order of what starts at once; of the next one a period later.
 
-    Every pass starts after what it reads ends, so that the order of starts has no deadlock. A block's backward follows
-    that of the next rank at once, and its forward is as much earlier as makes a period for each hop together.
+    Every pass starts after what it reads ends, so that the order of starts has no deadlock. From rank to rank a
+    microbatch takes half a period either way. So every second rank runs S at the same time, and the last one waits half
+    a period for S of the others, however many there are.
     """
-    busy = FORWARD + SCORES + WEIGHT
-    forwards = [(r - ranks + 1) * busy for r in range(ranks)]
-    scores = [_turn(start + FORWARD, FORWARD) for start in forwards]
+    last = ranks - 1
+    forward = (rank - last) * HOP
+    scores = [_turn((r - last) * HOP + FORWARD, FORWARD) for r in range(ranks)]
     loss = max(scores) + SCORES
-    backward = _turn(busy, loss + BACKWARD)  # a rank may be in the middle of a backward when the loss is there
-    embedding, block, head, last = rank, ranks + rank, 2 * ranks + rank, 3 * ranks
+    backward = _turn(FORWARD + SCORES + WEIGHT, loss + BACKWARD) + (last - rank) * HOP
+    embedding, block, head, of_loss = rank, ranks + rank, 2 * ranks + rank, 3 * ranks
     passes = [
-        (forwards[0] - PERIOD, (Forward, embedding)),
-        (forwards[rank], (Forward, block)),
+        (-last * HOP - PERIOD, (Forward, embedding)),
+        (forward, (Forward, block)),
         (scores[rank], (Forward, head)),
-        (loss, (Forward, last)),
-        (loss, (Backward, last)),
+        (loss, (Forward, of_loss)),
+        (loss, (Backward, of_loss)),
         (loss, (BackwardInput, head)),
-        (max(loss, _turn(forwards[rank] + FORWARD + SCORES, loss)), (BackwardWeight, head)),
-        (backward + (ranks - 1 - rank) * BACKWARD, (Backward, block)),
-        (backward + ranks * BACKWARD + PERIOD, (Backward, embedding)),
+        (max(loss, _turn(forward + FORWARD + SCORES, loss)), (BackwardWeight, head)),
+        (backward, (Backward, block)),
+        (backward + (rank + 1) * HOP + PERIOD, (Backward, embedding)),
     ]
-    return [each for each in passes if each[1][1] != last or rank == ranks - 1]
+    return [each for each in passes if each[1][1] != of_loss or rank == last]
 
 
 def _turn(start: float, least: float) -> float:
