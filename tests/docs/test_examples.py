@@ -140,6 +140,21 @@ def test_one_process_and_two_learn_the_same(capsys, name, options):
 
 
 @pytest.mark.parametrize("processes", sample([0, 2], [0]))
+def test_a_split_vocabulary_learns_the_same(capsys, processes):
+    """Ten rows do not divide by three ranks. Over gloo, two."""
+    options = {"vocabulary": 10, "steps": 11}
+    given = [f"--{name}={value}" for name, value in options.items()]
+    whole = called(capsys, "gpt2_tied", **options)
+    if processes:
+        split = run("gpt2_tied", *given, "--split", processes=processes)
+    else:
+        split = called(capsys, "gpt2_tied", **options, ranks=3, split=True)
+    expected, found = ([float(loss) for loss in re.findall(r"loss (\S+)", text)] for text in (whole, split))
+    assert found == pytest.approx(expected, abs=2e-4)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("processes", sample([0, 2], [0]))
 def test_attention_residuals(capsys, processes):
     """Four stages on two ranks, four microbatches: stages 2 and 3 add what they send to stages 0 and 1."""
     if processes:
