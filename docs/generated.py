@@ -12,6 +12,9 @@ from typing import Any
 
 import fpipe
 from fpipe import Costs, schedules
+from fpipe.schedules.catalogue import shares
+from fpipe.schedules.cuts import of_shares, of_slice, splits_vocabulary
+from fpipe.timelines.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 STRUCTURE = ROOT / "tests" / "test_structure.py"
@@ -65,14 +68,25 @@ def gallery() -> Iterator[str]:
 def section(entry: Any) -> Iterator[str]:
     plan = entry.plan(RANKS, MICROBATCHES)
     schedule = entry.schedule(plan)
-    timeline = fpipe.simulate(schedule, plan, Costs())
-    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_in_flight)
+    timeline = fpipe.simulate(schedule, plan, of_slice(of_shares(Costs(), plan), plan.slices))
+    peaks = ", ".join(f"{peak:g}" for peak in (blocks(timeline) if splits_vocabulary(plan) else shares(timeline)))
     yield f"## {entry.name}\n"
     yield f"{entry.idea[0].upper()}{entry.idea[1:]}. {entry.source}.\n"
     yield f'<div class="timeline">{timeline._repr_svg_()}</div>\n'
     yield "| function | placement | peak in flight | of each rank here | bubble here |"
     yield "| --- | --- | --- | --- | --- |"
     yield f"| {links(entry)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
+    if entry.cost:
+        yield f"Cost: `{entry.cost}`{f', where {entry.holds}' if entry.holds else ''}.\n"
+
+
+def blocks(timeline: Timeline) -> list[float]:
+    """Return how many microbatches of its block each rank has in flight at most, where the vocabulary is split."""
+    plan = timeline.plan
+    sizes = [0.0] * plan.stages
+    sizes[plan.ranks : 2 * plan.ranks] = [1.0] * plan.ranks
+    of_blocks = Timeline(plan, timeline.spans, Costs(residuals=sizes, deferred=sizes))
+    return [max(size for _, size in of_blocks.memory(rank)) for rank in range(plan.ranks)]
 
 
 def links(entry: Any) -> str:

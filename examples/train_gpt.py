@@ -35,8 +35,8 @@ from fpipe import handlers, interop, schedules
 from fpipe.tensorboard import Recorder
 
 console = Console(highlight=False)
-# The others run sequences in slices: examples/long_sequences.py.
-SCHEDULES = [name for name, entry in schedules.CATALOGUE.items() if entry.slices in (None, 1)]
+# The others run slices of sequences, or parts of a vocabulary: see long_sequences.py, and gpt2_tied.py --split.
+SCHEDULES = [name for name, entry in schedules.CATALOGUE.items() if entry.slices in (None, 1) and not entry.edges]
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 from fpipe.costs import Costs
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
-from fpipe.plan import Placement, Plan, Schedule
+from fpipe.plan import Edges, Placement, Plan, Schedule
 from fpipe.programs.residence import Residence
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.dualpipe import dualpipe, dualpipe_v
@@ -21,6 +21,7 @@ from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.schedules.one_f_one_b import one_f_one_b
 from fpipe.schedules.seq_1f1b import seq_1f1b, seq_zb
+from fpipe.schedules.vocabulary_1f1b import vocabulary_1f1b
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zb_v import zb_v
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
@@ -39,8 +40,13 @@ class CatalogueEntry:
         place: (ranks, chunks) -> placement; `placement` is its name.
         chunks: stages on each rank by default; with `any_chunks`, a plan may have another number.
         peak: the peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
-            p ranks, v chunks, m microbatches, s slices.
+            p ranks, v chunks, m microbatches, s slices. Where stages are not alike, it says of which.
         slices: of each microbatch by default; None for a schedule that takes no slices.
+        edges: ranks -> the edges between stages that are not alike, so that no cut of a chain of layers makes them;
+            None for schedules of any chain.
+        cost: the closed form of a step's time, the longest span of a rank, in these terms, the times F, B, W of a
+            rank's share of the model, S = F + B + W, c of a transfer, and the limit k; empty where none is known.
+        holds: where it holds; everywhere if empty.
         by_costs: whether it orders by costs.
         limited: whether it orders by costs and under the memory limit, in microbatches or bytes.
     """
@@ -54,9 +60,12 @@ class CatalogueEntry:
     peak: str
     idea: str
     source: str
+    cost: str = ""
+    holds: str = ""
     by_costs: bool = False
     limited: bool = False
     slices: int | None = None
+    edges: Callable[[int], Edges] | None = None
 
     def __repr__(self) -> str:
         return f"CATALOGUE[{self.name!r}]"
@@ -79,7 +88,8 @@ class CatalogueEntry:
         if self.slices is None and slices not in (None, 1):
             takes = ", ".join(name for name, entry in CATALOGUE.items() if entry.slices)
             raise ScheduleError(f"{self.name} takes no slices: leave them out, or take one of {takes}")
-        return Plan(placement, microbatches, slices=slices or self.slices or 1)
+        edges = Edges(()) if self.edges is None else self.edges(ranks)
+        return Plan(placement, microbatches, edges, slices=slices or self.slices or 1)
 
     def schedule(
         self,
@@ -124,14 +134,36 @@ _CHAIN = (PLACES["loop"], "chain", 1, False)
 _LOOP = (PLACES["loop"], "loop", 2, True)
 _V = (PLACES["v"], "V", 2, False)
 _BOTH_WAYS = (PLACES["both-ways"], "both ways", 2, False)
+_VOCABULARY = (lambda ranks, chunks: Placement.vocabulary(ranks), "vocabulary", 3, False)
 
 _AUTO = "the best order found for the costs and the limit"
 _ZERO_BUBBLE, _CONTROLLABLE = "Qi et al. 2024, zero bubble", "Qi et al. 2024, controllable memory"
 
-# name, function, placement, peak, idea, source
+_EQUAL = "F = B = W, c = 0"
+
+# name, function, placement, peak, idea, source; cost, where it holds
 _ENTRIES = (
-    CatalogueEntry("gpipe", gpipe, *_ANY, "m", "all forwards, then all backwards", "Huang et al. 2019", slices=1),
-    CatalogueEntry("1f1b", one_f_one_b, *_CHAIN, "p", "a forward and a backward in turn", "Narayanan et al. 2019"),
+    CatalogueEntry(
+        "gpipe",
+        gpipe,
+        *_ANY,
+        "m",
+        "all forwards, then all backwards",
+        "Huang et al. 2019",
+        "(m + p - 1)*S + 2*(p - 1)*c",
+        "one stage on each rank",
+        slices=1,
+    ),
+    CatalogueEntry(
+        "1f1b",
+        one_f_one_b,
+        *_CHAIN,
+        "p",
+        "a forward and a backward in turn",
+        "Narayanan et al. 2019",
+        "(m + p - 1)*S + (2*(p - 1)*m/p + 2*(p - 2))*c",
+        "p divides m",
+    ),
     CatalogueEntry(
         "interleaved-1f1b",
         interleaved_1f1b,
@@ -139,6 +171,8 @@ _ENTRIES = (
         "p + (p-1)/v",
         "1F1B over several chunks of a rank",
         "Narayanan et al. 2021",
+        "m*S + (p - 1)*S/v + 2*(p*v - 1)*c",
+        "p divides m, m >= 2*p, c <= min(F, B + W)/v",
     ),
     CatalogueEntry(
         "interleaved-1f1b-overlap",
@@ -147,6 +181,8 @@ _ENTRIES = (
         "p + p/v",
         "interleaved 1F1B, each forward overlapped with a backward",
         "Megatron-LM 2025",
+        "m*S + (p - 1)*S/v",
+        "m >= p, c = 0, and a pair takes as long as its parts",
     ),
     CatalogueEntry(
         "looped-bfs",
@@ -155,9 +191,29 @@ _ENTRIES = (
         "m",
         "every chunk takes all microbatches at a time",
         "Lamy-Poirier 2023",
+        "m*S + (p - 1)*S/v",
+        "m >= p, c = 0",
     ),
-    CatalogueEntry("zb-h1", zb_h1, *_CHAIN, "p", "1F1B, its weight gradients in the bubble", _ZERO_BUBBLE),
-    CatalogueEntry("zb-h2", zb_h2, *_CHAIN, "2*p - 1", "ZB-H1 with more forwards ahead: no bubble", _ZERO_BUBBLE),
+    CatalogueEntry(
+        "zb-h1",
+        zb_h1,
+        *_CHAIN,
+        "p",
+        "1F1B, its weight gradients in the bubble",
+        _ZERO_BUBBLE,
+        "m*S + (p - 1)*(B + 2*c + max(0, F - W + 2*c))",
+        "m >= 2*p, 2*c <= W",
+    ),
+    CatalogueEntry(
+        "zb-h2",
+        zb_h2,
+        *_CHAIN,
+        "2*p - 1",
+        "ZB-H1 with more forwards ahead: no bubble",
+        _ZERO_BUBBLE,
+        "m*S + (p - 1)*max(0, F + B - 2*W + 2*c, B - F + 2*c)",
+        "m >= 2*p - 1, 2*c <= F + B",
+    ),
     CatalogueEntry(
         "seq-1f1b",
         seq_1f1b,
@@ -165,6 +221,8 @@ _ENTRIES = (
         "1 + (p - 1)/s",
         "1F1B over slices of the sequences, which a stage carries values between",
         "Sun et al. 2024",
+        "m*S + (p - 1)*S/s",
+        "c = 0",
         slices=2,
     ),
     CatalogueEntry(
@@ -174,9 +232,32 @@ _ENTRIES = (
         "1 + (p - 1)/s",
         "the same, its weight gradients in the bubble",
         "after Sun et al. 2024 and ZB-H1",
+        "m*S + (p - 1)*(F + B - W)/s",
+        "m >= 16, W <= F, c = 0",
         slices=2,
     ),
-    CatalogueEntry("zb-auto", zb_auto, *_ANY, "the limit", _AUTO, _ZERO_BUBBLE, limited=True),
+    CatalogueEntry(
+        "vocabulary-1f1b",
+        vocabulary_1f1b,
+        *_VOCABULARY,
+        "p + 1 blocks",
+        "1F1B whose ranks also have a part of the embedding and of the output layer each",
+        "Yeung et al. 2024",
+        "m*S + (p - 1)*S*2/3",
+        f"{_EQUAL}, a third of S is the output layer's",
+        edges=Edges.vocabulary,
+    ),
+    CatalogueEntry(
+        "zb-auto",
+        zb_auto,
+        *_ANY,
+        "the limit",
+        _AUTO,
+        _ZERO_BUBBLE,
+        "m*S + max(0, 2*p - 1 - k)*F",
+        f"one stage on each rank, {_EQUAL}, p <= k <= m",
+        limited=True,
+    ),
     CatalogueEntry(
         "interleaved-zb",
         interleaved_zb,
@@ -184,15 +265,53 @@ _ENTRIES = (
         "p",
         "interleaved 1F1B, its weight gradients in the bubble",
         "after ZB-H1",
-    ),
-    CatalogueEntry("zb-v", zb_v, *_V, "p", "no bubble with the memory of 1F1B, over a V", _ZERO_BUBBLE, by_costs=True),
-    CatalogueEntry(
-        "v-half", v_half, *_V, "(p + 2) // 2", "about half of that memory, over a V", _CONTROLLABLE, by_costs=True
+        "m*S + (p - 1)*(F + B - W)/v",
+        "m >= p, W <= min(F, B), c = 0",
     ),
     CatalogueEntry(
-        "v-min", v_min, *_V, "(p + 4) // 3", "about a third of that memory, over a V", _CONTROLLABLE, by_costs=True
+        "zb-v",
+        zb_v,
+        *_V,
+        "p",
+        "no bubble with the memory of 1F1B, over a V",
+        _ZERO_BUBBLE,
+        "m*S",
+        f"{_EQUAL}, m >= 2*p - 1",
+        by_costs=True,
     ),
-    CatalogueEntry("v-auto", v_auto, *_V, "the limit", f"{_AUTO}, over a V", _CONTROLLABLE, limited=True),
+    CatalogueEntry(
+        "v-half",
+        v_half,
+        *_V,
+        "(p + 2) // 2",
+        "about half of that memory, over a V",
+        _CONTROLLABLE,
+        "m*S + max(0, 6*p - 6*((p + 2)//2) - 1)*F/2",
+        f"{_EQUAL}, m > p",
+        by_costs=True,
+    ),
+    CatalogueEntry(
+        "v-min",
+        v_min,
+        *_V,
+        "(p + 4) // 3",
+        "about a third of that memory, over a V",
+        _CONTROLLABLE,
+        "m*S + max(0, 6*p - 6*((p + 4)//3) - 1)*F/2",
+        f"{_EQUAL}, m > p",
+        by_costs=True,
+    ),
+    CatalogueEntry(
+        "v-auto",
+        v_auto,
+        *_V,
+        "the limit",
+        f"{_AUTO}, over a V",
+        _CONTROLLABLE,
+        "m*S + max(0, 6*p - 6*k - 1)*F/2",
+        f"{_EQUAL}, m >= p; no order within the limit takes less",
+        limited=True,
+    ),
     CatalogueEntry(
         "dualpipe-v",
         dualpipe_v,
@@ -200,6 +319,8 @@ _ENTRIES = (
         "p + 1/2",
         "DualPipe folded into a V, without copies",
         "DualPipe repository 2025",
+        "m*S + (p - 1)*(F + 2*B - W)/2",
+        "F = B >= W, c = 0, m >= 2*p - 1, and a pair takes as long as its parts",
     ),
     CatalogueEntry(
         "dualpipe",
@@ -208,6 +329,8 @@ _ENTRIES = (
         "p + 1",
         "microbatches from both ends, through two copies of each stage",
         "DeepSeek-V3 2024",
+        "m*S + (p/2 - 1)*(F + 2*B - W)",
+        "F = B >= W, c = 0, m >= 2*p - 2, and a pair takes as long as its parts",
     ),
 )
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}

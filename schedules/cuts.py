@@ -9,7 +9,8 @@ from typing import Any
 
 from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
 from fpipe.effects import BackwardInput, BackwardWeight
-from fpipe.plan import Plan
+from fpipe.errors import ScheduleError
+from fpipe.plan import Edges, Placement, Plan
 
 
 def recut(costs: Costs, stages: int, into: int) -> Costs:
@@ -27,18 +28,64 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     >>> recut(Costs(forward=[1, 2, 3, 6]), stages=4, into=2).forward
     (3.0, 9.0)
     """
-    times = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK)
-    names = (*times, "residuals", "deferred", *UNSCALED, *OVER_REPLICAS)
-    per_stage = {name: getattr(costs, name) for name in names}
-    spread: dict[str, Any] = {
-        name: _spread(cost, stages, into)
-        for name, cost in per_stage.items()
-        if cost is not None and not isinstance(cost, Link)
-    }
+    spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in _spreadable(costs).items()}
     if into != stages:
         costs = replace(costs, shared=(), reads={})
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
+
+
+def _spreadable(costs: Costs) -> dict[str, Any]:
+    """Return the times and sizes that the parts of a stage have their shares of, by name."""
+    times = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK)
+    names = (*times, "residuals", "deferred", *UNSCALED, *OVER_REPLICAS)
+    each = {name: getattr(costs, name) for name in names}
+    return {name: cost for name, cost in each.items() if cost is not None and not isinstance(cost, Link)}
+
+
+def splits_vocabulary(plan: Plan) -> bool:
+    """Whether the stages are those of a vocabulary that is split over ranks; on one rank, these are like any others."""
+    is_placed = plan.ranks > 1 and plan.placement == Placement.vocabulary(plan.ranks)
+    return is_placed and plan.edges == Edges.vocabulary(plan.ranks)
+
+
+def stage_shares(plan: Plan) -> tuple[float, ...]:
+    """Return the part of a rank's share of the model that each stage is.
+
+    Stages are equal. But where the vocabulary is split, a block is two thirds and a part of the output layer one third,
+    as in a model whose output layer is a third of the work; parts of the embedding and the loss count as nothing.
+
+    >>> stage_shares(Plan(Placement.v(ranks=2), microbatches=4))
+    (0.5, 0.5, 0.5, 0.5)
+    >>> [round(share, 2) for share in stage_shares(Plan(Placement.vocabulary(2), 4, Edges.vocabulary(2)))]
+    [0.0, 0.0, 0.67, 0.67, 0.33, 0.33, 0.0]
+    """
+    if not splits_vocabulary(plan):
+        return (plan.ranks / plan.stages,) * plan.stages
+    return (*[0.0] * plan.ranks, *[2 / 3] * plan.ranks, *[1 / 3] * plan.ranks, 0.0)
+
+
+def of_shares(costs: Costs, plan: Plan) -> Costs:
+    """Return the costs of a plan's stages, from those of a rank's share of the model: one number each.
+
+    A part of the output layer computes its input gradient in its forward (`schedules.vocabulary_1f1b`).
+
+    >>> of_shares(Costs(forward=3, backward_input=3), Plan(Placement.vocabulary(2), 4, Edges.vocabulary(2))).forward
+    (0.0, 0.0, 2.0, 2.0, 2.0, 2.0, 0.0)
+    """
+    if not splits_vocabulary(plan):
+        return recut(costs, plan.ranks, plan.stages)
+    shares = stage_shares(plan)
+
+    def shared(cost: Any) -> list[float]:
+        return [share * cost for share in shares]
+
+    spread: dict[str, Any] = {name: shared(cost) for name, cost in _spreadable(costs).items()}
+    for head in range(2 * plan.ranks, 3 * plan.ranks):
+        spread["forward"][head] += spread["backward_input"][head]
+        spread["backward_input"][head] = 0.0
+    spread["collectives"] = {kind: shared(cost) for kind, cost in costs.collectives.items()}
+    return replace(costs, **spread)
 
 
 def of_slice(costs: Costs, slices: int) -> Costs:
@@ -108,7 +155,15 @@ def recut_for(costs: Costs, plan: Plan, candidate: Plan) -> Costs:
 
     Where the first part of a stage is trained and no stage before it, the input gradients of its later parts are steps
     on the way to its weight gradients.
+
+    Raises:
+        ScheduleError: the other plan's stages are no equal parts of the model.
     """
+    if candidate.edges not in (plan.edges, Edges.chain(candidate.stages)):
+        raise ScheduleError(
+            "its stages are not equal parts of a chain of layers, so that their costs do not follow from those of "
+            "others: simulate it with costs of its own, one a stage"
+        )
     costs = recut(existing(costs, plan), plan.stages, candidate.stages)
     if candidate.trained is None or plan.stages == candidate.stages:
         return costs

@@ -12,7 +12,7 @@ from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
 from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry
-from fpipe.schedules.cuts import of_slice, recut, recut_for, recut_trained
+from fpipe.schedules.cuts import of_shares, of_slice, recut_for, recut_trained
 
 
 def _per_stage(text: str | float) -> PerStage:
@@ -464,4 +464,4 @@ class CostOptions:
             name: cost for name in _each_cost(self) if isinstance(cost := getattr(costs, name), tuple)
         }
         none: dict[str, Any] = dict.fromkeys(listed, 0.0)
-        return of_slice(replace(recut(replace(costs, **none), plan.ranks, plan.stages), **listed), plan.slices)
+        return of_slice(replace(of_shares(replace(costs, **none), plan), **listed), plan.slices)

@@ -38,7 +38,7 @@ from fpipe.programs.residence import Residence
 from fpipe.programs.updates import updating
 from fpipe.programs.verifier import check
 from fpipe.schedules.catalogue import CatalogueEntry, named
-from fpipe.schedules.cuts import recut
+from fpipe.schedules.cuts import of_shares
 from fpipe.timelines.offloading import offload
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
@@ -87,7 +87,7 @@ class ScheduleOptions(CostOptions, PlanOptions):
         """Return the costs with those of updates; one number is for a rank's share of the model."""
         times = self.update
         if not isinstance(times, tuple):
-            times = recut(Costs(update=times), job.plan.ranks, job.plan.stages).update
+            times = of_shares(Costs(update=times), job.plan).update
         costs = replace(job.costs, update=times)
         costs.check(job.plan)
         return costs

@@ -22,6 +22,7 @@ from fpipe.effects import Backward, Effect, Forward, parts
 from fpipe.plan import Plan
 from fpipe.programs.footprint import RankBytes
 from fpipe.programs.verifier import Report
+from fpipe.schedules.cuts import splits_vocabulary
 from fpipe.tables import LANES
 from fpipe.tables import Table as Effects
 from fpipe.timelines.comparison import Difference
@@ -69,9 +70,13 @@ def headline(name: str, timeline: Timeline, scale: Scale = PLAIN) -> Text:
 
 def share_of(plan: Plan) -> list[Text]:
     """Return a note if a stage is another part of the model than a rank's share."""
+    if plan.stages == plan.ranks:
+        return []
     share = f"{plan.ranks // gcd(plan.ranks, plan.stages)}/{plan.stages // gcd(plan.ranks, plan.stages)}"
-    note = f"costs are for a rank's share of the model: a stage takes {share} of them"
-    return [Text(note, "dim")] if plan.stages != plan.ranks else []
+    shares = f"a stage takes {share} of them"
+    if splits_vocabulary(plan):
+        shares = "a block takes 2/3 of them, and a part of the output layer 1/3"
+    return [Text(f"costs are for a rank's share of the model: {shares}", "dim")]
 
 
 def account(timeline: Timeline, scale: Scale = PLAIN, peaks: Sequence[float | None] = ()) -> Table:

@@ -42,6 +42,7 @@ from fpipe.programs.program import Programs
 from fpipe.programs.verifier import check
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
+from fpipe.schedules.cuts import splits_vocabulary, stage_shares
 from fpipe.schedules.search import Order, pareto
 from fpipe.schedules.search import search as find
 from fpipe.schedules.space import CHUNKS
@@ -68,22 +69,24 @@ def result(
     """Return the results of a simulation for `--json`. Other programs read this: keep the keys and their order.
 
     Args:
-        stages: of the cut that one number of the costs is for; by default one on each rank.
+        stages: of the cut that one number of the costs is for; by default one on each rank. Where the vocabulary is
+            split, each stage has a share of its own.
     """
     timeline, accounts = simulated
+    plan = timeline.plan
     figures = attributes(timeline, "makespan", "cost", "bubble_rate", "idle", "peak_in_flight")
     room = f"{resident:.0f} B" if isinstance(resident, Size) else resident
-    about = {"replicas": timeline.plan.replicas, "resident": room}
+    about = {"replicas": plan.replicas, "resident": room}
     memory = [{**account._asdict(), "total": account.total} for account in accounts]
-    share = (stages or timeline.plan.ranks) / timeline.plan.stages
-    return {"schedule": name, **counts(timeline.plan), **figures, **about, "memory": memory, "stage_share": share}
+    share = stage_shares(plan) if splits_vocabulary(plan) else (stages or plan.ranks) / plan.stages
+    return {"schedule": name, **counts(plan), **figures, **about, "memory": memory, "stage_share": share}
 
 
 @verb("fpipe schedules")
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
-        keys = ("placement", "chunks", "any_chunks", "slices", "peak", "idea", "source")
+        keys = ("placement", "chunks", "any_chunks", "slices", "peak", "cost", "holds", "idea", "source")
         print_json({name: attributes(entry, *keys) for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table

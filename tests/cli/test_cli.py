@@ -21,7 +21,7 @@ from rich.console import Console
 from typer import testing
 
 import fpipe
-from fpipe import Costs, Placement, Plan
+from fpipe import Costs, Edges, Placement, Plan, ScheduleError, schedules
 from fpipe.cli import app
 from fpipe.cli.tables import gantt
 from fpipe.flight import recording
@@ -31,7 +31,7 @@ from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules import search
 from fpipe.schedules.catalogue import CATALOGUE, shares
-from fpipe.schedules.cuts import recut
+from fpipe.schedules.cuts import of_shares, of_slice, recut
 from tests.support.combinations import few, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -928,9 +928,8 @@ def test_a_terminal_with_ascii_alone():
 
 def test_the_list_of_schedules_is_whole_in_40_columns():
     shown = run("schedules", COLUMNS="40").stdout
-    assert [
-        line.split()[0] for line in shown.splitlines() if re.match(r"\S+ +(any|chain|loop|V|both ways)", line)
-    ] == NAMES
+    row = re.compile(r"(\S+) +(any|chain|loop|V|both ways|vocabulary) ")
+    assert [found[1] for line in shown.splitlines() if (found := row.match(line))] == NAMES
 
 
 @pytest.mark.parametrize(
@@ -985,13 +984,56 @@ def test_the_catalogue_makes_plans_and_schedules_that_are_right(name):
     assert len(verify(schedule, plan).effects) == 4
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"zb-auto", "v-auto", "vocabulary-1f1b"}))
 @pytest.mark.parametrize(("p", "m"), few([(2, 8), (4, 16), (6, 24)], [(4, 16)]))
 def test_the_peaks_of_the_catalogue(name, p, m):
     entry = CATALOGUE[name]
     plan = entry.plan(p, m)
     peak = max(shares(fpipe.simulate(entry.schedule(plan), plan)))
     assert peak == eval(entry.peak, {"p": p, "v": entry.chunks, "m": m, "s": entry.slices})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CATALOGUE[name].cost])
+@pytest.mark.parametrize(("times", "c"), [((1, 1, 1), 0), ((2, 2, 1), 0), ((2, 2, 1), 0.25)])
+def test_the_costs_of_the_catalogue(name, times, c):
+    """Where they hold. Closed forms are tested over their whole domains beside each schedule."""
+    entry = CATALOGUE[name]
+    if ("F = B = W" in entry.holds and times != (1, 1, 1)) or ("c = 0" in entry.holds and c):
+        return
+    p, m = 4, 16
+    plan = entry.plan(p, m)
+    costs = of_slice(of_shares(Costs(*times, communication=c), plan), plan.slices)
+    terms = {"p": p, "m": m, "v": entry.chunks, "s": plan.slices, "k": m, "c": c, "S": sum(times)}
+    terms |= dict(zip("FBW", times, strict=True))
+    assert fpipe.simulate(entry.schedule(plan, costs), plan, costs).cost == pytest.approx(eval(entry.cost, terms))
+
+
+def test_one_number_is_for_a_ranks_share_where_the_vocabulary_is_split():
+    """A third of it is its part of the output layer, whose forward does the work of its input gradient."""
+    small = ("--ranks", "2", "--microbatches", "8")
+    found = told("simulate", "vocabulary-1f1b", *small, "--forward", "3", "--backward-input", "6", "--update", "1.5")
+    costs = Costs([0, 0, 2, 2, 3, 3, 0], [0, 0, 4, 4, 0, 0, 0], [0, 0, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0])
+    plan = Plan(Placement.vocabulary(2), 8, Edges.vocabulary(2))
+    costs = replace(costs, update=[0, 0, 1, 1, 0.5, 0.5, 0])
+    expected = fpipe.simulate(schedules.updating(schedules.vocabulary_1f1b), plan, costs)
+    assert found["cost"] == pytest.approx(expected.cost)
+    assert found["stage_share"] == pytest.approx([0, 0, 2 / 3, 2 / 3, 1 / 3, 1 / 3, 0])
+    shown = run("simulate", "vocabulary-1f1b", *small, COLUMNS="200").stdout
+    assert "a block takes 2/3 of them, and a part of the output layer 1/3" in shown
+    listed = ",".join(map(str, costs.forward))
+    assert told("simulate", "vocabulary-1f1b", *small, "--forward", listed)["cost"] < found["cost"]
+
+
+def test_other_schedules_have_no_stages_for_a_vocabulary_that_is_split():
+    small = ("--ranks", "2", "--microbatches", "8")
+    shown = run("compare", "vocabulary-1f1b", *small, status=1).stdout
+    assert "with costs of its own, one a stage" in " ".join(shown.split())
+    plan = Plan(Placement.vocabulary(2), 4, Edges.vocabulary(2))
+    costs = of_shares(Costs(), plan)
+    with pytest.raises(ScheduleError, match="not equal parts of a chain of layers"):
+        search(Plan(Placement.loop(2), 4), names=["vocabulary-1f1b"])
+    found = search(plan, costs, names=["vocabulary-1f1b"], recut=False)
+    assert found.timeline.cost == fpipe.simulate("vocabulary-1f1b", plan, costs).cost >= found.lower_bound
 
 
 @pytest.mark.parametrize("into", [1, 2, 3, 4, 6, 8, 12])

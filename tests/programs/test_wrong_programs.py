@@ -5,6 +5,7 @@ neighbours swapped; and of large plans, several faults at random. How many were 
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, lower
+from fpipe import Edges, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, lower
 from fpipe.effects import Recompute, Reduce, Update
 from fpipe.schedules import from_table, gpipe, updating
 from fpipe.schedules.catalogue import CATALOGUE
+from tests.support import vocabulary_jobs
 from tests.support.cases import MOVING
 from tests.support.combinations import LEVEL, examples, few, thorough
 from tests.support.sharing import sharing
@@ -79,6 +81,20 @@ def pipeline(stages, frozen=False, slices=1):
 
 
 @cache
+def split_vocabulary(ranks):
+    """A language model whose vocabulary is split over the ranks: its pipeline, params, batch, and no target."""
+    vocabulary, params, batch = vocabulary_jobs.model(ranks, rows=48, reduction="sum")
+    return vocabulary.pipeline([vocabulary_jobs.block] * ranks), vocabulary.split(*params), batch, None
+
+
+def model(plan):
+    """The pipeline of a plan, and the arguments of its step."""
+    if plan.edges == Edges.vocabulary(plan.ranks):
+        return split_vocabulary(plan.ranks)
+    return pipeline(plan.stages, plan.trained is not None, plan.slices), *arguments(plan.stages, plan.slices)
+
+
+@cache
 def arguments(stages, slices=1):
     torch.manual_seed(0)
     params = {s: {"w": torch.randn(3)} for s in range(stages)}
@@ -93,7 +109,7 @@ def right(name, ranks, microbatches, frozen=False):
     make, plan_of = SCHEDULES[name]
     try:
         plain = plan_of(ranks, microbatches)
-        own = pipeline(plain.stages, frozen, plain.slices)
+        own, *_ = model(replace(plain, trained=[1]) if frozen else plain)
         plan = own.plan(plain.placement, microbatches, slices=plain.slices)
         schedule = make(plan)
         programs = lower(schedule, plan)
@@ -103,17 +119,16 @@ def right(name, ranks, microbatches, frozen=False):
 
 
 def bits(plan, programs, handler="local"):
-    frozen = plan.trained is not None
-    key = "wrong", plan.stages, frozen, plan.slices
+    whole, params, *data = model(plan)
+    key = "wrong", plan.edges, plan.trained is not None, plan.slices
     own = sharing(handlers.Local(), *key) if handler == "local" else handlers.Reference()
-    whole = pipeline(plan.stages, frozen, plan.slices)
     if any(isinstance(effect, Update) for program in programs.values() for effect in program):
-        sgd, (params, *data) = interop.optimizer(torch.optim.SGD, lr=0.1), arguments(plan.stages, plan.slices)
+        sgd = interop.optimizer(torch.optim.SGD, lr=0.1)
         train = fpipe.train_step(whole, from_table(programs), plan, sgd, handler=own, reduction="sum")
         params, _, loss = train(params, sgd.init(params), *data)
         return [loss, *(leaf for _, tree in sorted(params.items()) for _, leaf in sorted(tree.items()))]
     step = fpipe.value_and_grad(whole, from_table(programs), plan, handler=own, reduction="sum")
-    loss, grads = step(*arguments(plan.stages, plan.slices))
+    loss, grads = step(params, *data)
     return [loss, *(leaf for _, tree in sorted(grads.items()) for _, leaf in sorted(tree.items()))]
 
 

@@ -18,14 +18,14 @@ def block(params, x):
 
 
 @cache
-def model(ranks, tied=True, size=11, dtype=torch.float32, **options):
+def model(ranks, tied=True, size=11, dtype=torch.float32, rows=ROWS, **options):
     """Return the vocabulary, whole params, a batch and its targets, of which some are ignored."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = Vocabulary(size, ranks, tied, **options)
     matrices = [torch.randn(size, WIDTH, generator=generator).to(dtype) for _ in range(1 if tied else 2)]
     blocks = [{"w": torch.randn(WIDTH, WIDTH, generator=generator).to(dtype) / 4} for _ in range(ranks)]
-    tokens, targets = torch.randint(size, (2, ROWS, LENGTH), generator=generator)
-    targets = targets.masked_fill(torch.rand(ROWS, LENGTH, generator=generator) < 0.2, vocabulary.ignore_index)
+    tokens, targets = torch.randint(size, (2, rows, LENGTH), generator=generator)
+    targets = targets.masked_fill(torch.rand(rows, LENGTH, generator=generator) < 0.2, vocabulary.ignore_index)
     return vocabulary, (matrices[0], blocks, *matrices[1:]), {"tokens": tokens, "targets": targets}
 
 
