@@ -29,7 +29,7 @@ replicas are of two ranks by two. An object has the fault, its trials, and:
 | memory-kill | as save, of a job that writes a memory checkpoint each step |
 | memory-flip | a random bit of a file of memory checkpoints is another: what is loaded has the right bits |
 | memory-lost | a random file of them is gone: likewise |
-| mutant | a schedule has an effect too many, too few, or elsewhere: it is refused, or gives the right bits |
+| mutant | an effect of a schedule, which may move residuals, is missing, repeated or elsewhere: refused, or right |
 | argument | an argument of a public function is wrong |
 | restart | a process of one job under torchrun gets SIGKILL, again and again: the job ends with the right bits |
 """
@@ -385,9 +385,12 @@ def flip(draw: random.Random, folder: Path) -> Trial:
 
 def mutant(draw: random.Random, folder: Path) -> Trial:
     """Change the schedule of a rank, and run it."""
+    from tests.support.cases import moving
+
     pipeline = Pipeline([layer] * RANKS, squares)
     plan = pipeline.plan(Placement.loop(RANKS), MICROBATCHES)
-    rows = [list(schedules.zb_h1(rank, plan)) for rank in range(RANKS)]
+    schedule = draw.choice([schedules.zb_h1, moving(schedules.zb_h1, lambda m: m % 2 == 1)])
+    rows = [list(schedule(rank, plan)) for rank in range(RANKS)]
     row = draw.choice(rows)
     one, other = draw.randrange(len(row)), draw.randrange(len(row))
     match draw.randrange(4):

@@ -1,7 +1,8 @@
 """Wrong programs, made out of right ones: the verifier refuses each, or it gives the reference's bits all the same.
 
 Of every named schedule, complete programs with communication: every effect left out, every one doubled, every two
-neighbours swapped; and of large plans, several faults at random. How many were tried is printed.
+neighbours swapped; of programs that have all kinds of effects, also every one on another rank; and of large plans,
+several faults at random. How many were tried is printed.
 """
 
 from collections import Counter
@@ -20,7 +21,7 @@ from fpipe.schedules import from_table, gpipe, updating
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import vocabulary_jobs
 from tests.support.cases import MOVING
-from tests.support.combinations import LEVEL, examples, few, thorough
+from tests.support.combinations import LEVEL, PAIRS, examples, few, thorough
 from tests.support.sharing import sharing
 
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
@@ -42,6 +43,11 @@ MOVED = [*SCHEDULES][-2:]
 PLAIN = [name for name in SCHEDULES if name not in UPDATED + MOVED]
 FROZEN = ["1f1b", "zb-h1", "interleaved-zb", "dualpipe", "seq-zb"]
 """Those that are also tried where one stage is trained, the second."""
+KINDS = [
+    *("vocabulary-1f1b", "1f1b, updated", "1f1b, residuals on the host", "gpipe, recomputed"),
+    *("gpipe in slices", "zb-h1", "dualpipe"),
+]
+"""Programs that together have every kind of effect and value of a step."""
 SMALL = [(2, 2), (2, 3), (2, 4), (3, 2), (3, 3), (4, 2)]
 SIZE = 160  # effects of all ranks in a small plan, at most
 
@@ -163,6 +169,18 @@ def moved_on(order, at):
     return (*rest[: at + 3], order[at], *rest[at + 3 :])
 
 
+def faults(programs, rank, at):
+    """(kind, programs) with one fault at an effect: it is left out, doubled, on another rank, or comes later."""
+    order, other = programs[rank], next(each for each in programs if each != rank)
+    there = programs[other]
+    yield "without", programs | {rank: without(order, at)}
+    yield "doubled", programs | {rank: doubled(order, at)}
+    yield "elsewhere", programs | {rank: without(order, at), other: (*there[:at], order[at], *there[at:])}
+    if at + 1 < len(order):
+        yield "swapped", programs | {rank: swapped(order, at)}
+        yield "moved on", programs | {rank: moved_on(order, at)}
+
+
 STEP = (128, 32, 1)[LEVEL]
 """Of so many effects of a rank one has a fault."""
 
@@ -196,6 +214,20 @@ def test_a_small_program_with_one_fault(name, frozen):
                     harmless(plan, programs | {rank: swapped(order, at)}, expected)
         tried += 1
     assert tried >= 2
+
+
+@pytest.mark.parametrize("name", few(KINDS, KINDS[:5]))
+def test_every_fault_of_two_ranks(name):
+    """What comes later may be harmless; anything else is refused, but that residuals are saved, not recomputed.
+
+    By default a third of the effects.
+    """
+    plan, programs, expected = right(name, 2, 2)
+    for rank, order in programs.items():
+        for at, effect in [*enumerate(order)][0 if PAIRS else rank :: 1 if PAIRS else 3]:
+            for kind, changed in faults(programs, rank, at):
+                may_be = kind in ("swapped", "moved on") or (kind == "without" and isinstance(effect, Recompute))
+                assert not harmless(plan, changed, expected) or may_be, f"rank {rank} {kind} {effect}"
 
 
 @thorough
