@@ -1,5 +1,6 @@
 """Flights in a log directory: what ranks did last is found there after a crash, and names the rank where it began."""
 
+import os
 import time
 
 import pytest
@@ -105,19 +106,39 @@ def test_flights_are_listed_by_experiment(tmp_path, monkeypatch):
     fly(tmp_path / "mine" / "flights" / "b", waits=[0])
     (tmp_path / "mine" / "flights" / "notes").mkdir()
     fly(tmp_path / "other" / "measured" / "flights" / "d")  # not in the folder of a run
+    for age, flight in enumerate(("flights/c", "mine/flights/b", "mine/flights/a")):
+        for file in (tmp_path / flight).iterdir():
+            os.utime(file, (1e9 - age, 1e9 - age))
     flights = Flights(str(tmp_path))
-    assert [(each["experiment"], each["name"]) for each in flights.listing()] == [
-        ("", "c"),
-        ("mine", "b"),
-        ("mine", "a"),
-    ]
+    newest = [("", "c"), ("mine", "b"), ("mine", "a")]
+    assert [(each["experiment"], each["name"]) for each in flights.listing()] == newest
     found = flights.flight("mine", "b")
     assert (found["cause"], found["at"], found["chains"]) == ("computes", [1], {"0": [0, 1]})
     assert [rank["records"][-1]["kind"] for rank in found["ranks"]] == ["wait", "effect", "effect"]
     for experiment, name in (("mine", "c"), ("..", "b"), ("mine", "../../mine/flights/b"), ("mine", "notes")):
         assert flights.flight(experiment, name) is None
     monkeypatch.setattr(listed, "MOST_LISTED", 2)
-    assert len(Flights(str(tmp_path)).listing()) == 2
+    assert [(each["experiment"], each["name"]) for each in Flights(str(tmp_path)).listing()] == newest[:2]
+
+
+def test_flights_behind_links_are_listed_and_loops_end(tmp_path):
+    fly(tmp_path / "elsewhere" / "mine" / "flights" / "a")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "runs")
+    assert [each["experiment"] for each in Flights(str(tmp_path / "runs")).listing()] == ["linked/mine"]
+
+
+def test_a_flight_is_read_again_only_after_a_while(tmp_path, monkeypatch):
+    fly(tmp_path / "mine" / "flights" / "a")
+    reads = []
+    monkeypatch.setattr(listed, "read", lambda folder: reads.append(folder) or read(folder))
+    flights = Flights(str(tmp_path))
+    assert flights.flight("mine", "a") is flights.flight("mine", "a")
+    assert len(reads) == 1
+    monkeypatch.setattr(listed, "KEPT", 0.0)
+    flights.flight("mine", "a")
+    assert len(reads) == 2
 
 
 def test_the_tab_is_there_for_a_job_that_recorded_no_step(tmp_path):
