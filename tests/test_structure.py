@@ -80,7 +80,7 @@ LAYOUT = {
     "fpipe.tables": "effects",
     "fpipe.costs": "tables plan effects errors",
     "fpipe._format": "costs plan",
-    "fpipe.flight": "_format",
+    "fpipe.flight": "tensorboard.files programs tables _format errors",
     "fpipe.programs": "_format tables costs plan effects errors",
     "fpipe.timelines": "_format programs tables costs plan effects errors",
     "fpipe.schedules": "timelines programs tables _format costs plan effects errors",

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Literal
 
 from fpipe._format import counted, scale_of
+from fpipe.flight.programs import verdict
 from fpipe.flight.reading import Entry, Rank
 
 Kind = Literal["gone", "failed", "stopped", "silent", "computes", "outside", "deadlock", "lost", "ended"]
@@ -99,10 +100,8 @@ def _concluded(rank: Rank) -> int:
 def _of_roots(kind: Kind, roots: Sequence[int], known: Mapping[int, Rank], now: int) -> Iterable[str]:
     if kind == "ended":
         yield f"No rank is in a step, and none has failed: {_last_step(known.values())}."
-    elif kind == "deadlock":
-        yield f"{_names(roots, known)} wait for each other."
-    elif kind == "lost":
-        yield "Every rank waits, and none of them for one that is at work: a message was lost, or the network is gone."
+    elif kind in ("deadlock", "lost"):
+        yield from _of_waiting(kind, roots, known)
     elif kind == "failed":
         rank = known[roots[0]]
         yield f"{_title(rank)} failed at {_clock(rank.concluded)}: {rank.reason.rstrip('.')}."
@@ -118,6 +117,32 @@ def _of_roots(kind: Kind, roots: Sequence[int], known: Mapping[int, Rank], now: 
             yield from _position(rank, now)
         if len(roots) > _MOST:
             yield f"So it is with {_names(roots[_MOST:], known)}."
+
+
+def _of_waiting(kind: Kind, waiting: Sequence[int], known: Mapping[int, Rank]) -> Iterable[str]:
+    """Yield why ranks wait of which none is at work: by their programs, or else for a message that was lost."""
+    found = _verdict(waiting, known)
+    is_circle = kind == "deadlock"
+    names = _names(waiting, known)
+    yield (
+        f"{names} wait for each other." if is_circle else "Every rank waits, and none of them for one that is at work."
+    )
+    if found:
+        yield f"The verifier says of their programs: {found}."
+    elif not is_circle:
+        yield "A message was lost, or the network is gone."
+    elif found is not None:
+        yield "Their programs have no such circle, so a message between them was lost."
+
+
+def _verdict(waiting: Sequence[int], known: Mapping[int, Rank]) -> str | None:
+    """Return what is wrong with the programs in which ranks wait, "" if nothing is; None if they are not known."""
+    step = max((wait.step for process in waiting if (wait := known[process].wait) is not None), default=0)
+    effects = [e for rank in known.values() for e in rank.entries if e.step == step and e.program is not None]
+    latest = max(effects, key=lambda entry: entry.begin, default=None)
+    if latest is None or latest.program is None:
+        return None
+    return verdict([rank.file for rank in known.values() if rank.file is not None], latest.program)
 
 
 def _position(rank: Rank, now: int) -> Iterable[str]:

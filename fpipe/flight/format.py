@@ -29,7 +29,7 @@ MAGIC = b"fpipe 1\0"
 CAPACITY = 512  # records
 NUMBER = struct.Struct("<q")
 OUTCOME = struct.Struct("<qB503s")  # its time in ns or 0, which, the reason
-# number from 1; begin, and end of a wait or 0, in ns; step; peer or -1; kind and text
+# number from 1; begin, and end of a wait or 0, in ns; step; peer of a wait, program of an effect, or -1; kind and text
 RECORD = struct.Struct("<qqqii224s")
 UNTIL = 16  # where the end of a wait is in a record
 STATE = struct.Struct("<qB")  # of a copy: its time in ns, and the state of the process then

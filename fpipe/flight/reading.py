@@ -47,6 +47,7 @@ class Entry(NamedTuple):
         step: its number, counted over all steps and set-ups of the handler.
         peer: the process that it waits for; None if that may be any.
         text: the effect, or the purpose of the wait.
+        program: the number of an effect's program, among those that the rank keeps; None if that one is not kept.
     """
 
     begin: int
@@ -55,6 +56,7 @@ class Entry(NamedTuple):
     peer: int | None
     kind: Kind
     text: str
+    program: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Rank:
         concluded: the time of that, in ns since the epoch; 0 while it is open.
         reason: of a failure.
         copied: the time of a copy, in ns since the epoch; 0 for the file itself.
+        file: the recording.
     """
 
     process: int
@@ -84,6 +87,7 @@ class Rank:
     concluded: int
     reason: str
     copied: int = 0
+    file: Path | None = None
 
     @property
     def may_run(self) -> bool:
@@ -119,12 +123,12 @@ def read_rank(path: Path) -> Rank | None:
             return None
         with path.open("rb") as file:
             content = file.read(BYTES)
-        return None if len(content) < BYTES else _rank(content, about_of(content))
+        return None if len(content) < BYTES else _rank(path, content, about_of(content))
     except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError):
         return None
 
 
-def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
+def _rank(path: Path, content: bytes, about: Mapping[str, Any]) -> Rank:
     process, processes = int(about["process"]), int(about["processes"])
     if not 0 <= process < processes <= MOST:
         raise ValueError(f"there is no process {process} of {processes}")
@@ -146,6 +150,7 @@ def _rank(content: bytes, about: Mapping[str, Any]) -> Rank:
         concluded=concluded,
         reason=_shown(text_of(reason)),
         copied=copied,
+        file=path,
     )
 
 
@@ -156,10 +161,12 @@ def _shown(text: object) -> str:
 
 def _entries(content: bytes) -> Iterator[tuple[int, Entry]]:
     """Yield the records with their numbers."""
-    for number, begin, end, step, peer, payload in RECORD.iter_unpack(content[AT_RECORDS:BYTES]):
+    for number, begin, end, step, where, payload in RECORD.iter_unpack(content[AT_RECORDS:BYTES]):
         if number > 0 and payload[0] < len(KINDS):
             kind, text = KINDS[payload[0]], _shown(text_of(payload[1:]))
-            yield number, Entry(begin, end or None, step, None if peer < 0 else peer, kind, text)
+            place = None if where < 0 else where
+            peer, program = (None, place) if kind == "effect" else (place, None)
+            yield number, Entry(begin, end or None, step, peer, kind, text, program)
 
 
 def _state(about: Mapping[str, Any], seen: int) -> ProcessState:

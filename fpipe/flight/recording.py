@@ -6,6 +6,7 @@ when the process is killed. The files are deleted when the handlers of all ranks
 Invariants:
 - a record has its number, so that a reader may come at any time;
 - the file's blocks are taken from the disk when it is made: a disk that becomes full later ends no process;
+- the programs that the rank runs stand behind the records; where there is no room for them, they are left out;
 - no process deletes the files of one that lives;
 - after a failure nothing is recorded, so that the last record is what the rank did when it failed.
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from time import time_ns
 from typing import Any
 
+from fpipe.errors import ScheduleError
 from fpipe.flight.format import (
     AT_ABOUT,
     AT_BEAT,
@@ -50,11 +52,16 @@ from fpipe.flight.format import (
     folder_of_flights,
     process_state,
 )
+from fpipe.flight.programs import packed
 from fpipe.flight.reading import read, read_rank
+from fpipe.programs.program import Program
+from fpipe.tables import TABLE
 
 log = logging.getLogger("fpipe.flight")
 
 KEPT = 16  # flights of processes that are gone
+MOST_PROGRAMS = 64  # of a rank
+MOST_EFFECTS = 1 << 17  # of a program that is kept
 PACK, SIZE = RECORD.pack_into, RECORD.size
 
 
@@ -124,6 +131,7 @@ class Recording:
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path, self.step, self._number, self._is_open = path, 0, 0, True
+        self._programs = 0
         self._error_before = _last_error()
         state = process_state(os.getpid())
         process = {"host": socket.gethostname(), "pid": os.getpid(), "began": 0 if state is None else state[1]}
@@ -152,9 +160,31 @@ class Recording:
         """Record that it has ended."""
         self._write(_payload("end", ""), -1)
 
-    def writer(self, kind: Kind, text: str) -> Callable[[], object]:
-        """Return a function that writes this record."""
-        return partial(self._write, _payload(kind, text), -1)
+    def program(self, program: Program) -> int | None:
+        """Keep a program that this rank will run; return its number among those that are kept.
+
+        Returns: None where it is not: there is no room, it has more than `MOST_EFFECTS`, or effects of the user's own.
+        """
+        if self._programs == MOST_PROGRAMS or len(program) > MOST_EFFECTS or program.table != TABLE:
+            return None
+        try:
+            content = packed(program)
+            with self.path.open("ab") as file:
+                file.write(content)
+        except (OSError, ScheduleError) as error:
+            log.debug("a program is not kept: %s", error)
+            self._programs = MOST_PROGRAMS  # a part of it may stand there
+            return None
+        self._programs += 1
+        return self._programs - 1
+
+    def writer(self, kind: Kind, text: str, program: int | None = None) -> Callable[[], object]:
+        """Return a function that writes this record.
+
+        Args:
+            program: the number of the one that an effect is of.
+        """
+        return partial(self._write, _payload(kind, text), -1 if program is None else program)
 
     def waits(self, text: str, peer: int | None) -> int:
         """Record that the rank begins to wait; return the record's place, for `arrived`.
@@ -195,12 +225,12 @@ class Recording:
             if all(rank.outcome == "ended" for rank in read(self.path.parent)):
                 _remove(self.path.parent)
 
-    def _write(self, payload: bytes, peer: int) -> int:
+    def _write(self, payload: bytes, where: int) -> int:
         number = self._number
         place = AT_RECORDS + number % CAPACITY * SIZE
         if self._is_open:
             self._number = number + 1
-            PACK(self._bytes, place, number + 1, time_ns(), 0, self.step, peer, payload)
+            PACK(self._bytes, place, number + 1, time_ns(), 0, self.step, where, payload)
         return place
 
 

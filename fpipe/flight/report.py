@@ -33,4 +33,5 @@ def as_json(ranks: Sequence[Rank], explanation: Explanation, last: int = 1) -> d
 
 def _record(entry: Entry) -> dict[str, Any]:
     end = None if entry.end is None else entry.end / 1e9
-    return {**entry._asdict(), "begin": entry.begin / 1e9, "end": end}
+    known = {key: getattr(entry, key) for key in ("step", "peer", "kind", "text")}
+    return {"begin": entry.begin / 1e9, "end": end, **known}

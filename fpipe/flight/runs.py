@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fpipe.flight.format import AT_STATE, BYTES, STATE, STATES, SUFFIX
+from fpipe.flight.programs import MOST_BYTES
 from fpipe.flight.reading import read_rank
 
 FOLDER = "flights"  # in the folder of a run
@@ -55,7 +56,8 @@ def copy(flight: Path, run: Path) -> Path:
         rank = read_rank(file)
         if rank is None or (is_there and not file.is_symlink()):
             continue
-        content = bytearray(file.read_bytes()[:BYTES])
+        with file.open("rb") as opened:
+            content = bytearray(opened.read(BYTES + MOST_BYTES))
         STATE.pack_into(content, AT_STATE, rank.copied or time.time_ns(), STATES.index(rank.state))
         unfinished = target / f".{file.name}.{os.getpid()}"
         unfinished.write_bytes(content)

@@ -9,10 +9,18 @@ from dataclasses import replace
 
 import pytest
 
+from fpipe import Placement, Plan, ScheduleError, lower, verify
 from fpipe.flight import recording
 from fpipe.flight.explanation import explain
 from fpipe.flight.format import AT_ABOUT, AT_RECORDS, BYTES, CAPACITY, TEXT
+from fpipe.flight.programs import read_program
 from fpipe.flight.reading import Entry, Rank, read, read_rank
+from fpipe.programs.program import Program
+from fpipe.schedules import one_f_one_b
+from fpipe.tables import TABLE
+from fpipe.tensorboard.files.plans import Plans
+from tests import test_own_effects as own_effects
+from tests.support.programs import circle
 
 ABOUT = {"process": 3, "name": "rank 1 of replica 1", "processes": 4}
 NOW = 1_800_000_000 * 10**9
@@ -254,6 +262,52 @@ def test_the_cause_is_found(name):
     assert (explanation.kind, list(explanation.ranks)) == (kind, at)
     for process in at[:1] if kind not in ("lost", "deadlock") else ():
         assert explanation.text.startswith(f"Rank {process} (process {100 + process} on a) ")
+
+
+def flown(tmp_path, schedule, effects=TABLE):
+    """The ranks of a flight whose programs are of a schedule: each in its first effect, and waiting for the other."""
+    for process, program in lower(schedule, Plan(Placement.loop(2), 2), effects=effects).items():
+        about = {"process": process, "name": f"rank {process}", "processes": 2}
+        recorder = recording.Recording(tmp_path / f"{process:06}.flight", about)
+        assert recorder.program(Program(program.plan, process, ())) == 0  # of another step
+        recorder.begin(1)
+        recorder.writer("effect", "Forward", recorder.program(program))()
+        recorder.waits("waiting for it", 1 - process)
+    return read(tmp_path)
+
+
+def test_ranks_that_wait_for_each_other_have_the_verifiers_explanation(tmp_path):
+    with pytest.raises(ScheduleError) as refused:
+        verify(circle, Plan(Placement.loop(2), 2))
+    assert (
+        f"wait for each other. The verifier says of their programs: {refused.value}. "
+        in explain(flown(tmp_path, circle)).text
+    )
+
+
+def test_a_circle_that_is_not_in_the_programs_is_a_lost_message(tmp_path):
+    ranks = flown(tmp_path, one_f_one_b)
+    assert "Their programs have no such circle, so a message between them was lost." in explain(ranks).text
+    assert "programs" not in explain([ranks[0], replace(ranks[1], file=None)]).text
+    file = ranks[0].file
+    file.write_bytes(file.read_bytes()[:-20])
+    assert "programs" not in explain(read(tmp_path)).text
+
+
+def test_programs_with_effects_of_ones_own_are_not_judged(tmp_path):
+    ranks = flown(tmp_path, own_effects.loading, own_effects.EFFECTS)
+    assert "wait for each other." in explain(ranks).text
+    assert "programs" not in explain(ranks).text
+
+
+def test_programs_are_kept_while_there_is_room(recorder, monkeypatch):
+    program = lower(one_f_one_b, Plan(Placement.loop(2), 2))[0]
+    monkeypatch.setattr(recording, "MOST_EFFECTS", len(program) - 1)
+    assert recorder.program(program) is None
+    monkeypatch.setattr(recording, "MOST_EFFECTS", len(program))
+    monkeypatch.setattr(recording, "MOST_PROGRAMS", 2)
+    assert [recorder.program(program) for _ in range(3)] == [0, 1, None]
+    assert [read_program(recorder.path, number, Plans()) for number in range(3)] == [program, program, None]
 
 
 def test_a_chain_leads_to_the_rank_where_it_began():

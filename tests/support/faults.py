@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.handlers.distributed.lifeline import Lifeline
+from fpipe.training import verbs
 from tests.support.cases import mse
 from tests.support.combinations import few
+from tests.support.programs import circle
 
 FAULTS = {
     "wrong tree": r"rank 1, stage 1, microbatch 0: Forward raised KeyError: 'w'",
@@ -134,6 +137,18 @@ def recorded(rank, ranks, fault, logdir):
     own = handlers.Distributed(timeout=60.0)
     with fpipe.tensorboard.Recorder(logdir, steps=[1]) as recorder:
         return step(fault, ranks, own, rank, observe=recorder)()
+
+
+def deadlocked(rank, ranks, logdir):
+    """A step whose programs are not verified before they run, as where a handler is called without the verbs."""
+    own = handlers.Distributed(timeout=2.0)
+    params = {rank: {"w": torch.ones(4, 4)}}
+    pipeline = Pipeline([layer] * ranks, mse)
+    with fpipe.tensorboard.Recorder(logdir) as recorder:
+        plan = pipeline.plan(Placement.loop(ranks), 2)
+        with mock.patch.object(verbs, "check"):
+            step = fpipe.value_and_grad(pipeline, circle, plan, handler=own, observe=recorder)
+        step(params, torch.ones(2, 4), torch.ones(2, 4))
 
 
 def recover(rank, ranks, fault, autodiff):

@@ -151,6 +151,13 @@ def overlapped(schedule):
     return run
 
 
+def circle(rank, plan):
+    """Each of two ranks first computes what needs a value that the other computes later."""
+    yield Forward(rank, 0)
+    yield from ([Backward(0, 0), Forward(0, 1)] if rank == 0 else [Forward(1, 1), Backward(1, 0)])
+    yield Backward(rank, 1)
+
+
 def written(*orders):
     """The schedule that yields these effects, rank by rank."""
     return lambda rank, plan: iter(orders[rank])

@@ -4,7 +4,10 @@ import os
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from fpipe import Placement, Plan, ScheduleError, verify
+from fpipe.cli import app
 from fpipe.flight import reading, runs
 from fpipe.flight.explanation import explain
 from fpipe.flight.reading import read
@@ -13,6 +16,7 @@ from fpipe.tensorboard.server import flights as listed
 from fpipe.tensorboard.server.flights import Flights
 from fpipe.tensorboard.server.plugin import PipelinePlugin
 from tests.support import faults
+from tests.support.programs import circle
 
 
 def fly(folder, ranks=3, waits=()):
@@ -165,6 +169,23 @@ def test_after_a_rank_was_killed_the_run_has_its_flight(fresh_pool, tmp_path):
     assert (found["cause"], found["at"]) == ("gone", [1])
     assert "Its last record is Forward(stage=1, microbatch=3), of step " in found["text"]
     assert [rank["outcome"] for rank in found["ranks"]] == ["lost", "open", "lost"]
+
+
+def test_a_deadlock_has_the_verifiers_explanation(pools, tmp_path):
+    """In the tab and in `fpipe explain`, of the job itself and of a copy."""
+    outcomes = pools(2).outcomes(faults.deadlocked, 2, str(tmp_path / "mine"), limit=30)
+    assert [outcome.error for outcome in outcomes] == ["TransportError"] * 2
+    with pytest.raises(ScheduleError, match="no rank can go on: ") as refused:
+        verify(circle, Plan(Placement.loop(2), 2))
+    flights = Flights(str(tmp_path))
+    (flight,) = flights.listing()
+    found = flights.flight("mine", flight["name"])
+    assert (found["cause"], found["at"]) == ("deadlock", [0, 1])
+    start = f"Rank 0 and rank 1 wait for each other. The verifier says of their programs: {refused.value}. "
+    assert found["text"].startswith(start)
+    shown = CliRunner().invoke(app, ["explain", str(tmp_path / "mine" / "flights"), "--logdir", str(tmp_path / "copy")])
+    assert start.strip() in " ".join(shown.stdout.split())
+    assert Flights(str(tmp_path / "copy")).flight("", flight["name"])["text"] == found["text"]
 
 
 def test_after_a_job_that_ended_well_there_is_none(pools, tmp_path):

@@ -247,7 +247,8 @@ class Distributed:
             return mark
 
         paced, flight = pace if device.asynchronous else None, connections.activity.flight
-        recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect))
+        kept = None if flight is None else flight.program(programs[self.rank])
+        recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect), kept)
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced, recorded)
         return _CompiledProgram(Executor(calls), channels, steps, self._processes(), self.mesh)
 
