@@ -37,7 +37,7 @@ _FIELDS = frozenset(("distributedInfo", "baseTimeNanoseconds", "host_name"))
 _COMPUTE = re.compile(r"\(|\d+[FBIW]\d")
 _SHARDS = re.compile(r"\d+(?:UNSHARD|RESHARD)")
 _RECEIVE, _SEND = "gloo:recv", "c10d::send"  # from its post to the end of its wait; the call that sends
-_MOST = 5_000_000  # of the events that are kept of a file
+_MOST = 5_000_000  # of the events that are kept: of the passes of all files, and of the rest while a file is read
 _LATEST = 1e16  # microseconds
 
 Stream = tuple[int, int]  # device and stream, the process and the thread of an event
@@ -104,13 +104,16 @@ class RankTrace:
         return self.steps[at][1] if at >= 0 else None
 
 
-def rank_trace(file: Path) -> RankTrace | None:
+def rank_trace(file: Path, before: int = 0) -> RankTrace | None:
     """Read the trace of a rank; None for a file of JSON that is no trace.
 
+    Args:
+        before: how many actions are kept of other files.
+
     Raises:
-        BadTrace: the file is damaged, or does not say of which rank it is.
+        BadTrace: the file is damaged, does not say of which rank it is, or has too many events.
     """
-    events = _Events(file)
+    events = _Events(file, before)
     fields = read(file, events.add, _FIELDS.__contains__)
     if fields is None:
         return None
@@ -170,8 +173,8 @@ def _pipeline(job: Mapping[str, Any]) -> tuple[int, ...]:
 class _Events:
     """What is kept of the events of a file."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, before: int) -> None:
+        self.file, self.before = file, before
         self.named = list[Action]()
         self.steps = list[tuple[float, int]]()
         self.process: int | None = None
@@ -198,7 +201,7 @@ class _Events:
                 if stream := _stream(event):
                     self.annotated[cell, stream].append(interval)
             else:
-                self._room(len(self.named))
+                self._room(self.before + len(self.named))
                 self.named.append(Action(cell, *interval))
                 if isinstance(process := event.get("pid"), int):
                     self.process = process
@@ -219,7 +222,10 @@ class _Events:
 
     def _room(self, kept: int) -> None:
         if kept > _MOST:
-            raise BadTrace(f"{self.file} has more than {_MOST} events to keep: record fewer steps, as 2 or 3")
+            raise BadTrace(
+                f"{self.file} has more than {_MOST} events to keep, with those of the files before: record "
+                "fewer steps, as 2 or 3"
+            )
 
     def actions(self) -> tuple[list[Action], tuple[int, ...]]:
         """Return the actions in order, with their times on devices and of messages; and the numbers of the devices."""

@@ -1,7 +1,7 @@
 """Read a Chrome trace, as torch.profiler writes it, one event at a time. No torch.
 
-A trace is an object with the list `traceEvents`, or that list alone; the file may be a gzip. Of a file of any size, no
-more than one piece and one event are in memory.
+A trace is an object with the list `traceEvents`, or that list alone, in which an event has its phase, `ph`; the file
+may be a gzip. Of a file of any size, no more than one piece and one event are in memory.
 """
 
 from __future__ import annotations
@@ -50,12 +50,17 @@ def read(file: Path, event: Callable[[dict[str, Any]], None], kept: Callable[[st
 
 
 def _read(text: _Text, event: Callable[[dict[str, Any]], None], kept: Callable[[str], bool]) -> dict[str, Any] | None:
+    is_trace = False
     if text.next() == "[":
         for each in text.items():
-            if isinstance(each, dict):
+            if isinstance(each, dict) and "ph" in each:
+                is_trace = True
                 event(each)
-        return {}
-    fields, is_trace = dict[str, Any](), False
+        return {} if is_trace else None
+    if text.next() not in ("", "{"):
+        text.value()
+        return None
+    fields = dict[str, Any]()
     for name in text.fields():
         if name == EVENTS:
             is_trace = True

@@ -194,7 +194,7 @@ def _read(folder: Path, progress: Callable[[str], None]) -> tuple[list[RankTrace
     traces, others = list[RankTrace](), list[str]()
     for file in files:
         progress(file.name)
-        trace = rank_trace(file)
+        trace = rank_trace(file, sum(len(trace.actions) for trace in traces))
         if trace is None:
             others.append(file.name)
         else:
@@ -205,7 +205,7 @@ def _read(folder: Path, progress: Callable[[str], None]) -> tuple[list[RankTrace
             "tensorboard_trace_handler"
         )
     return traces, [
-        f"{counted(len(others), 'file')} without traceEvents left out, such as {others[0]}"
+        f"{counted(len(others), 'file')} without events of a trace left out, such as {others[0]}"
     ] if others else []
 
 

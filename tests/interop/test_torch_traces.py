@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fpipe import Costs, Placement, Plan, interop, schedules, simulate
 from fpipe.cli import app
 from fpipe.effects import Activation, Overlap, Recv, Reduce, Send
-from fpipe.interop.torch_traces import reading
+from fpipe.interop.torch_traces import annotations, reading
 from fpipe.tables import TABLE
 from fpipe.tensorboard.files.reader import CaptureId, find
 from tests.support.combinations import few, sample, thorough
@@ -287,8 +287,9 @@ def test_stages_of_gpipe_are_given_or_those_of_the_ranks(order, tmp_path):
 # Devices
 
 
-def device_trace(timeline, rank, annotated=True):
+def device_trace(timeline, rank, device=None, annotated=True):
     """A host that launches all at once, and a device that runs it: a backward's kernels are launched by a thread."""
+    device = rank if device is None else device
     host, found, number, sends = -1.0, [], 0, 0
     for span in (timeline.spans[at] for at in timeline.spans.of(rank)):
         name, computes = f"PP:{cell(span.effect)}", TABLE.effects[type(span.effect)].track == "compute"
@@ -304,9 +305,9 @@ def device_trace(timeline, rank, annotated=True):
                 number += 1
                 at = host + number * 1e-9
                 found.append(event("cudaLaunchKernel", at, at + 1e-9, "cuda_runtime", rank, 99, correlation=number))
-                found.append(event(kernel, start, end, "kernel", rank, stream, correlation=number))
+                found.append(event(kernel, start, end, "kernel", device, stream, correlation=number))
             if annotated and LETTER.get(type(span.effect).__name__) == "F":
-                found.append(event(name, span.start, span.end, "gpu_user_annotation", rank, stream))
+                found.append(event(name, span.start, span.end, "gpu_user_annotation", device, stream))
         host += 2e-4
     return trace(found, rank)
 
@@ -319,6 +320,16 @@ def test_times_are_the_devices_where_it_is_annotated(tmp_path):
     assert_alike(traces.steps[0].timeline(), timeline, 1e-6)
     assert traces.steps[0].devices == {rank: f"device {rank}" for rank in range(3)}
     assert not [text for text in traces.notices if "host times" in text]
+
+
+def test_hosts_may_number_their_devices_alike(tmp_path):
+    """Two of three hosts have only a device 0."""
+    timeline, devices = simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), MS), (0, 0, 1)
+    folder = write(tmp_path / "traces", [device_trace(timeline, rank, devices[rank]) for rank in range(3)])
+    on_hosts(folder, "a", "b", "b")
+    step = interop.from_traces(folder, clocks="same").steps[0]
+    assert step.devices == {rank: f"device {device}" for rank, device in enumerate(devices)}
+    assert_alike(step.timeline(), timeline, 1e-6)
 
 
 def test_times_of_launching_are_said_to_be_that(tmp_path):
@@ -533,9 +544,16 @@ def test_odd_events_are_passed_over(tmp_path):
         odd = [e for e in odd_events() if not isinstance(e, dict) or not usable(e)]
         file.write_text(json.dumps(content | {"traceEvents": [*odd, *content["traceEvents"]]}))
     (folder / "config.json").write_text('{"a": 1}\n{"b": 2}')
+    for number, content in enumerate(OTHERS):
+        (folder / f"other{number}.json").write_text(content)
     traces = interop.from_traces(folder)
     assert_alike(traces.steps[0].timeline(), timeline)
-    assert "1 file without traceEvents left out, such as config.json" in traces.notices
+    left_out = f"{1 + len(OTHERS)} files without events of a trace left out, such as config.json"
+    assert left_out in traces.notices
+
+
+OTHERS = ("[]", "[1, 2]", '[{"loss": 0.5}, {"loss": 0.25}]', '"a text"', "3", '{"traceName": "a.json"}')
+"""Files of JSON that are no traces."""
 
 
 def usable(each):
@@ -599,6 +617,16 @@ def test_what_is_too_large_is_refused(tmp_path, monkeypatch):
     file.write_text('{"traceEvents": [{"name": "' + "x" * 100_000 + '"}]}')
     with pytest.raises(interop.BadTrace, match="a part of more than"):
         reading.read(file, lambda event: None, lambda name: True)
+
+
+def test_the_passes_of_all_files_are_counted(tmp_path, monkeypatch):
+    folder, timeline = simulated(tmp_path / "traces")
+    most = sum(len(timeline.spans.of(rank)) for rank in range(3))
+    monkeypatch.setattr(annotations, "_MOST", most)
+    interop.from_traces(folder)
+    monkeypatch.setattr(annotations, "_MOST", most // 2)
+    with pytest.raises(interop.BadTrace, match="events to keep, with those of the files before: record fewer steps"):
+        interop.from_traces(folder)
 
 
 @thorough
