@@ -249,6 +249,16 @@ def test_a_plan_that_is_larger_than_what_is_shown_is_not_written():
         encode(Header("predicted", 0, 0, "", plan), Columns([], np.empty(0), np.empty(0), (none, none)))
 
 
+@pytest.mark.parametrize(("limit", "text"), [("MAX_SPANS", "17 effects"), ("MAX_KINDS", "5 kinds of effects")])
+def test_what_would_not_be_read_is_not_written(limit, text, monkeypatch):
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), COSTS)
+    monkeypatch.setattr(columns, limit, int(text.split()[0]))
+    blobs(timeline)
+    monkeypatch.setattr(columns, limit, int(text.split()[0]) - 1)
+    with pytest.raises(ScheduleError, match=f"a rank has {text} in its step, and at most"):
+        blobs(timeline)
+
+
 def test_the_ranks_of_a_job_share_one_plan():
     headers = assemble(GOOD).headers.values()
     assert len({id(header.plan) for header in headers}) == 1

@@ -83,7 +83,7 @@ class Header:
         makespans: of the step in each replica; empty if they were not gathered, or there is one.
         busy: the times that each replica's ranks computed, by rank; empty likewise.
         steps: how many follow each other in it, each with the same effects.
-        owners: the measured bytes at the peak of `Columns.memory`, by owner; empty if they were not measured.
+        owners: the bytes at the peak of `Columns.memory`, by owner; empty if they are not known.
     """
 
     kind: str
@@ -136,6 +136,10 @@ class Columns:
 def encode(header: Header, columns: Columns) -> bytes:
     """Encode one rank's spans.
 
+    Raises:
+        TooLarge: a ScheduleError: there are more effects, or kinds of them, than are shown, or the plan is too large.
+        ScheduleError: an effect does not fit into the columns.
+
     >>> from fpipe import Placement
     >>> from fpipe.effects import Forward
     >>> header = Header("predicted", 0, 0, "mine", Plan(Placement.loop(1), 1), unit="")
@@ -144,13 +148,20 @@ def encode(header: Header, columns: Columns) -> bytes:
     >>> decoded == header, columns.effects[0], columns.ends
     (True, Forward(stage=0, microbatch=0), array([1.]))
     """
+    _check_size(len(columns), "effects", MAX_SPANS)
     kinds, codes, numbers = rows_of(columns.effects, header.plan.slices)
+    _check_size(len(kinds), "kinds of effects", MAX_KINDS)
     rows = np.array(numbers, np.int64).reshape(len(numbers), len(COLUMNS))
     arrays: dict[str, NDArray[Any]] = {"kind": np.array(codes, np.uint8)}
     arrays |= {name: _narrow(rows[:, at]) for at, name in enumerate(COLUMNS)}
     stored = columns.starts, columns.ends, *columns.waited, columns.used, columns.bytes, *columns.memory
     arrays |= zip(_STORED, stored, strict=True)
     return _packed(header, arrays, [described(kind, columns.table) for kind in kinds])
+
+
+def _check_size(count: int, what: str, most: int) -> None:
+    if count > most:
+        raise TooLarge(f"a rank has {count} {what} in its step, and at most {most} are shown: record a smaller step")
 
 
 def _narrow(numbers: NDArray[np.int64]) -> NDArray[Any]:
