@@ -78,6 +78,11 @@ def bytes_at_ends(program: Program, live: Iterable[float], costs: Costs) -> list
     return [parameters + optimizer + sums + values for sums, values in zip(gradients, live, strict=True)]
 
 
+def sums_at_ends(program: Program, costs: Costs) -> list[float]:
+    """Return the bytes of a rank's sums of weight gradients at the end of each effect."""
+    return _lasting(program, costs)[2]
+
+
 def _lasting(program: Program, costs: Costs) -> tuple[float, float, list[float]]:
     """Return the bytes of a rank's parameters, of its optimizer's state, and of its sums at the end of each effect."""
     plan = program.plan

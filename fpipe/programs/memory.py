@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,10 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.program import Program, Programs
 from fpipe.programs.residuals import moves
 from fpipe.tables import is_uniform, slice_of
+
+RECEIVED = "received"
+SUMS = "sums of gradients"
+"""Owners of memory that are no kind of value; the sums are counted apart."""
 
 
 class LiveMemory:
@@ -39,7 +43,7 @@ class LiveMemory:
 
     def __init__(self, costs: Costs, interning: Interning, rank: int) -> None:
         self.costs, self.interning, self.rank, self.bytes = costs, interning, rank, 0.0
-        self._live: set[int] = set()
+        self._live: dict[int, None] = {}  # in the order in which they came
         self._users: Counter[int] = Counter()  # live values of each shared memory of each slice of each microbatch
         self._copies: dict[tuple[int, int], int] = {}  # of what came again: (value, shared memory) -> its own memory
         self._last_copy = 0
@@ -55,16 +59,28 @@ class LiveMemory:
         if id_ not in self._live:
             if effect is not None:
                 self._place(id_, effect)
-            self._live.add(id_)
+            self._live[id_] = None
             self._count(id_, 1)
 
     def remove(self, id_: int) -> None:
         """Stop counting a value."""
-        self._live.remove(id_)
+        del self._live[id_]
         self._count(id_, -1)
         if self._copies:
             for memory in self._memories(id_):
                 self._copies.pop((id_, memory), None)
+
+    def by(self, owner: Callable[[int], str]) -> dict[str, float]:
+        """Return the bytes of each owner of values; memory that several share counts to the value that came first."""
+        result, counted = defaultdict[str, float](float), set[int]()
+        for id_ in self._live:
+            size, shared = self._sizes.get(id_ // self._alike) or self._size(id_)
+            for memory, (_, part) in zip(self._memories(id_), shared, strict=True):
+                memory = self._copies.get((id_, memory), memory)
+                size -= part if memory in counted else 0.0
+                counted.add(memory)
+            result[owner(id_)] += size
+        return dict(result)
 
     def _place(self, id_: int, effect: Any) -> None:
         """Note which copies of shared memories a value has: those of what the effect needs, or new ones."""

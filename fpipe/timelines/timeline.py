@@ -18,14 +18,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from fpipe._format import extent, number
 from fpipe.costs import Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
+from fpipe.programs.footprint import sums_at_ends
 from fpipe.programs.interning import Interning
-from fpipe.programs.memory import Life, LiveMemory, Lives
+from fpipe.programs.memory import RECEIVED, SUMS, Life, LiveMemory, Lives
+from fpipe.programs.program import Program
 from fpipe.programs.residuals import moves
 from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
 from fpipe.timelines.spans import CAUSE_OF_LANE, CAUSES, Gap, Span, Spans
@@ -340,6 +343,33 @@ class Timeline:
         A received value counts from the post of its receive, a sent value until it is delivered, and the values that a
         backward gives from its end, when it has freed its inputs. Shared memory counts once.
         """
+        return [(time, live.bytes) for time, live in self._memory(rank)]
+
+    def owners(self, rank: int) -> dict[str, float]:
+        """Return the bytes of each owner of a rank's `memory` at its peak: `RECEIVED`, or the label of a kind of value.
+
+        Memory that several share counts to the one that came first. Beside them, and no part of the peak, are the
+        `SUMS` of weight gradients at that time, where the costs have their bytes.
+        """
+        peak, most = max(self.memory(rank), key=itemgetter(1), default=(0.0, 0.0))
+        at_peak = next((live for _, live in self._memory(rank) if live.bytes == most), None)
+        if at_peak is None:
+            return {}
+        effects = [self.spans.effects[at] for at in self.spans.of(rank)]
+        interning = at_peak.interning
+        received = {interning.id(effect.value) for effect in effects if isinstance(effect, Recv)}
+
+        def owner(id_: int) -> str:
+            return RECEIVED if id_ in received else self.table.values[type(interning.name(id_))].label
+
+        sums = sums_at_ends(Program(self.plan, rank, tuple(effects), self.table), self.costs)
+        begun = [self.spans.starts[at] <= peak for at in self.spans.of(rank)]
+        at = max((at for at, is_begun in enumerate(begun) if is_begun), default=0)
+        sizes = at_peak.by(owner) | {SUMS: sums[at]}
+        return {name: size for name, size in sizes.items() if size > 0}
+
+    def _memory(self, rank: int) -> Iterator[tuple[float, LiveMemory]]:
+        """Yield each time at which a rank's memory changes, and what is live then."""
         interning = Interning(self.plan, self.table)
         names = Lives(interning)
         begins, ends, givers = dict[Life, float](), dict[Life, float](), dict[Life, Any]()
@@ -357,7 +387,7 @@ class Timeline:
             if begin < ends.get(life, begin):
                 steps[begin][0].append(life)
                 steps[ends[life]][1].append(life)
-        live, samples = LiveMemory(self.costs, interning, rank), []
+        live = LiveMemory(self.costs, interning, rank)
         for time in sorted(steps):
             begun, ended = steps[time]
             again = {id_ for id_, _ in begun}  # what comes again at the moment when it ends is there once
@@ -367,5 +397,4 @@ class Timeline:
                 live.add(life[0], givers[life] if has_moves else None)
             for id_ in [id_ for id_, _ in ended if id_ not in again]:
                 live.remove(id_)
-            samples.append((time, live.bytes))
-        return samples
+            yield time, live

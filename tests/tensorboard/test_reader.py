@@ -262,3 +262,13 @@ def test_reading_imports_no_torch(tmp_path):
     """
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown == "1 False\n"
+
+
+def test_a_prediction_has_the_owners_of_its_memory(tmp_path):
+    costs = Costs(residuals=40, activation=10)
+    timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 6), costs)
+    write(tmp_path, timeline, schedule="1f1b")
+    found = find(tmp_path).read(CaptureId("", "predicted", 0))
+    for rank in range(3):
+        assert found.headers[rank].owners == timeline.owners(rank)
+        assert sum(found.headers[rank].owners.values()) == found.peak_memory(rank) > 0

@@ -133,6 +133,7 @@ def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
     assert 0 < owners.pop("sums of gradients", 1.0) <= sum(x.nbytes for x in flatten(params).leaves)
     assert sum(owners.values()) == measured.peak_memory(0)
     assert {"residuals"} <= set(owners) <= {"residuals", "deferred", "activation", "gradient"}
+    assert predicted.headers[0].owners == measured.headers[0].owners
 
 
 def test_receives_say_how_large_what_came_was(tmp_path):

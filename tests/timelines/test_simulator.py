@@ -9,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, simulate
-from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Gradient, Overlap, Recv, Send
+from fpipe.costs import Shared
+from fpipe.effects import (
+    Activation,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Gradient,
+    Overlap,
+    Recv,
+    Residuals,
+    Send,
+)
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from fpipe.tables import TABLE
 from fpipe.timelines.simulator import simulate_programs
@@ -322,6 +334,26 @@ def test_memory_over_time_counts_residuals_what_is_deferred_and_what_travels():
     assert timeline.memory(0) == [(0, 12), (1.5, 11), (6, 5), (7, 0)]
     # Rank 1 posts the receive at once, runs forward from 1.5 to 2.5, backward to 4.5; the gradient is there at 5.
     assert timeline.memory(1) == [(0, 1), (1.5, 21), (2.5, 20), (4.5, 1), (5, 0)]
+    assert timeline.owners(0) == {"residuals": 10, "activation": 1, "received": 1}
+    assert timeline.owners(1) == {"residuals": 20, "received": 1}
+
+
+def test_owners_of_memory_are_those_of_the_peak():
+    """Which microbatch 1 has, of which all is twice as large; the sum of its stage's gradients is there by then."""
+    table = {0: [kind(0, m) for m in (0, 1) for kind in (Forward, BackwardInput, BackwardWeight)]}
+    costs = Costs(residuals=10, deferred=15, parameters=7, sizes=[1, 2])
+    timeline = simulate(from_table(table), Plan(Placement.loop(1), 2), costs)
+    assert timeline.owners(0) == {"deferred": 30, "sums of gradients": 7}
+    assert simulate(from_table(table), Plan(Placement.loop(1), 2), Costs()).owners(0) == {}
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
+def test_owners_add_up_to_the_peak(schedule):
+    shared = [Shared(8, (Activation(0, 0), Residuals(0, 0), Residuals(1, 0)))]
+    costs = Costs(1, 1, 1, communication=0.5, activation=10, residuals=40, deferred=20, shared=shared)
+    timeline = simulate(schedule, Plan(Placement.loop(3), 6), costs)
+    for rank in range(3):
+        assert sum(timeline.owners(rank).values()) == max(size for _, size in timeline.memory(rank))
 
 
 def test_skips_travel_on_their_own_edge():

@@ -106,14 +106,16 @@ def write(logdir: Path | str, timeline: Timeline, *, schedule: str, step: int = 
         OSError: the folder can't be created or written.
     """
     job = f"{secrets.randbits(62):x}"
+    has_sizes = sized(timeline.costs)
     for rank in range(timeline.plan.ranks):
         header = Header(
             *("predicted", step, rank, schedule, timeline.plan, unit),
             wall=time.time(),
             job=job,
             steps=timeline.steps,
+            owners=timeline.owners(rank) if has_sizes else {},
         )
-        sizes, memory = (_sizes(timeline, rank), timeline.memory(rank)) if sized(timeline.costs) else ((), ())
+        sizes, memory = (_sizes(timeline, rank), timeline.memory(rank)) if has_sizes else ((), ())
         with Writer(logdir, "predicted", rank) as writer:
             writer.timeline(header, columns_of(timeline, rank, sizes=sizes, memory=memory))
 

@@ -90,7 +90,6 @@ class StepCapture:
                 self._header("measured", rank, files),
                 clock=None if self.alone else self._clock(rank),
                 peak=self.peaks[rank],
-                owners=self.memory[rank].owners if rank in self.memory else {},
                 host=self._host(rank),
                 device=device,
                 turns=files.turns,
@@ -119,6 +118,7 @@ class StepCapture:
             replica=files.replica,
             makespans=tuple(timeline.makespan for timeline in replicas),
             busy=tuple(timeline.busy for timeline in replicas),
+            owners=self.memory[rank].owners if rank in self.memory else {},
         )
 
     @cached_property

@@ -6,9 +6,10 @@ from fpipe.autodiff.storages import leaves_of, storage_bytes
 from fpipe.effects import Effect, Gather, Parameters, Recv
 from fpipe.handlers.protocol import ValueStore
 from fpipe.profiling.storages import StorageBytes
+from fpipe.programs.memory import RECEIVED, SUMS
 from fpipe.programs.program import Program
 
-RECEIVED, SUMS, OTHER = "received", "sums of gradients", "other"
+OTHER = "other"
 
 
 class SlotMemory:
@@ -22,7 +23,7 @@ class SlotMemory:
         during: for each effect, the bytes when it begins or when it ends, whichever is more.
         after: for each effect, the bytes after the values that it was the last to use are freed.
         sizes: for each receive, the bytes of its value.
-        owners: the bytes at the peak by owner: "received", or the name of a kind of value as the table has it. Beside
+        owners: the bytes at the peak by owner: `RECEIVED`, or the name of a kind of value as the table has it. Beside
             them, and not a part of the peak, `SUMS`: the sums of weight gradients at that time.
     """
 

@@ -163,7 +163,7 @@ export function heldAt({ memory }, when) {
 
 function owners(rank) {
   const all = Object.entries(rank.header.owners ?? {}).sort(([, a], [, b]) => b - a);
-  if (!all.length) return [element("p", { class: "faint" }, "Who owned it at the peak was not measured.")];
+  if (!all.length) return [element("p", { class: "faint" }, "Who owned it at the peak is not known.")];
   const { most } = rank.memory;
   const rows = all.map(([owner, size]) => {
     const bar = element("i", { style: `width:${Math.min(100, (100 * size) / most).toFixed(1)}%` });
