@@ -15,6 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_TENSOR, Summary, Sum
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from werkzeug.exceptions import NotFound
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.tensorboard.files import writer as writing
@@ -23,10 +24,10 @@ from fpipe.tensorboard.files.columns import Header, decode, encode
 from fpipe.tensorboard.files.reader import CaptureId, find
 from fpipe.tensorboard.files.writer import Writer, write
 from fpipe.tensorboard.server.exports import save
-from fpipe.tensorboard.server.plugin import PipelinePlugin, _Cached
+from fpipe.tensorboard.server.plugin import MAX_IMAGINED, PipelinePlugin, _Cached
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
-from fpipe.timelines.what_if import what_if
+from fpipe.timelines.what_if import WhatIf, what_if
 from tests.support.board import Board
 from tests.support.tab import large
 
@@ -324,6 +325,21 @@ def test_the_tab_comes_with_data_and_is_named():
     assert plugin.data_plugin_names() == ("fpipe_timeline",)
     assert plugin.frontend_metadata().tab_name == "Pipeline"
     assert plugin.frontend_metadata().es_module_path == "/index.js"
+def test_a_capture_with_a_part_ideal_is_worked_out_once(monkeypatch):
+    """The page asks for each of its ranks; a few are kept."""
+    asked = []
+    made = WhatIf.timeline_of
+    monkeypatch.setattr(WhatIf, "timeline_of", lambda self, what: asked.append(what) or made(self, what))
+    blobs = {rank: encode(*measured(TIMELINES[0], 1, rank)) for rank in range(2)}
+    cached = _Cached(lambda: blobs, {})
+    names = [row.what for row in cached.what_if.rows][: MAX_IMAGINED + 1]
+    for what in (*names, names[-1], names[1], names[0]):
+        assert cached.imagined(what).header.kind == "what-if"
+    assert asked == [*names, names[0]]
+    with pytest.raises(NotFound):
+        cached.imagined("rank 9")
+
+
 
 
 def test_requests_at_the_same_time_assemble_a_capture_once():

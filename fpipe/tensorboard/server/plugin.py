@@ -39,6 +39,7 @@ MEDIA_TYPES = {".js": "application/javascript", ".css": "text/css"}
 MAX_LISTED = 64  # numbers in one parameter
 _WHOLE = re.compile(r"[0-9]{1,18}")
 MAX_CAPTURES = 4  # assembled captures in the cache, for summaries, comparisons and exports
+MAX_IMAGINED = 2  # of each of them, with a part ideal
 View = Callable[["PipelinePlugin", "Query"], Response]
 
 
@@ -308,6 +309,7 @@ class _Cached:
     blobs: Callable[[], dict[int, bytes]]
     places: Mapping[int, str]
     lock: threading.RLock = field(default_factory=threading.RLock)  # so that requests at the same time compute it once
+    _imagined: OrderedDict[str, Capture] = field(default_factory=OrderedDict)
 
     @property
     def capture(self) -> Capture:
@@ -330,9 +332,15 @@ class _Cached:
         Raises:
             NotFound: nothing that would help has this name.
         """
-        if self.capture.unrelated or what not in [row.what for row in self.what_if.rows]:
-            raise NotFound("this is not among what would help")
-        return imagined(self.capture, self.what_if, what)
+        with self.lock:  # the page asks for all ranks at once
+            if what not in self._imagined:
+                if self._capture.unrelated or what not in [row.what for row in self._what_if.rows]:
+                    raise NotFound("this is not among what would help")
+                self._imagined[what] = imagined(self._capture, self._what_if, what)
+            self._imagined.move_to_end(what)
+            while len(self._imagined) > MAX_IMAGINED:
+                self._imagined.popitem(last=False)
+            return self._imagined[what]
 
     @cached_property
     def _what_if(self) -> WhatIf:
