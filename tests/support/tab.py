@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import pytest
 
 from fpipe import Placement, Plan
 from fpipe.effects import BackwardInput, Forward
@@ -13,6 +14,10 @@ from fpipe.tensorboard.files.columns import Columns, Header
 from fpipe.tensorboard.files.writer import Writer
 
 CHROMIUM = Path("/usr/bin/chromium")
+BROWSED = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
+]  # the marks of tests that need it
 FLAGS = [f"--{flag}" for flag in ("headless", "no-sandbox", "disable-gpu", "disable-sync", "no-first-run")]
 FLAGS += [f"--disable-{what}" for what in ("background-networking", "component-update")]
 PATIENCE = 30_000  # milliseconds
@@ -145,6 +150,11 @@ class Tab:
     def settled(self, run, step=None):
         """Wait until a run is shown whole."""
         self.until(SETTLED, [run, step])
+
+    def released(self):
+        """Let go of the range, the selection and the zoom."""
+        for key in ("Escape", "Escape", "0"):
+            self.press(key)
 
     def state(self):
         """What the address says of the tab: name -> text."""
@@ -294,7 +304,7 @@ def _answer(text):
     return lambda route: route.fulfill(body=text, content_type="text/javascript")
 
 
-def large(logdir, count, ranks=16):
+def large(logdir, count, ranks=16, step=1):
     """A run of so many spans in all; every rank is busy nine tenths of the time, in effects of random length."""
     random, plan = np.random.default_rng(0), Plan(Placement.loop(ranks), count // ranks // 2)
     none = np.full(count // ranks, -1, np.int32)
@@ -303,5 +313,5 @@ def large(logdir, count, ranks=16):
         ends = np.cumsum(took + random.exponential(1e-4, count // ranks))
         effects = [kind(rank, m) for m in range(plan.microbatches) for kind in (Forward, BackwardInput)]
         with Writer(logdir, "measured", rank) as writer:
-            header = Header("measured", 1, rank, "large", plan)
+            header = Header("measured", step, rank, "large", plan)
             writer.timeline(header, Columns(effects, ends - took, ends, (none, none)))

@@ -29,6 +29,7 @@ from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.what_if import WhatIf, what_if
 from tests.support.board import Board
+from tests.support.captures import record
 from tests.support.tab import large
 
 PLAN = Plan(Placement.v(2), 4)
@@ -41,11 +42,8 @@ def measured(timeline, step, rank, **said):
     return replace(Header("measured", step, rank, "zb_v", timeline.plan), **said), columns_of(timeline, rank)
 
 
-def record(logdir, steps, timeline=TIMELINES[0], **said):
-    for rank in range(timeline.plan.ranks):
-        with Writer(logdir, "measured", rank) as writer:
-            for step in steps:
-                writer.timeline(*measured(timeline, step, rank, **said))
+def written(logdir, steps, timeline=TIMELINES[0], **said):
+    record(logdir, dict.fromkeys(steps, timeline), schedule="zb_v", **said)
 
 
 def forge(logdir):
@@ -65,26 +63,26 @@ def forge(logdir):
 def board(request, tmp_path_factory):
     """(server, log directory): all cases at once, for a server takes seconds to start."""
     logdir = tmp_path_factory.mktemp("runs")
-    record(logdir / "many", range(120))
+    written(logdir / "many", range(120))
     write(logdir / "many", TIMELINES[1], schedule="zb_v", unit="s")
     write(logdir / "hostile", TIMELINES[0], schedule=HOSTILE)
     for number, name in enumerate(RUNS):
         folder = logdir / (f"up{number}" if name == ".." else name)
-        record(folder, [number])
+        written(folder, [number])
     forge(logdir / "forged")
     slow = Costs(forward=1e9, backward_input=1e9, backward_weight=1e9)
-    record(logdir / "ages", [0], simulate(schedules.zb_v, PLAN, slow))
+    written(logdir / "ages", [0], simulate(schedules.zb_v, PLAN, slow))
     large(logdir / "long", 60_000)
     with Writer(logdir / "scalars", "measured", 0) as writer:
         writer.scalar("step/loss", 1.0, 0)
     with Writer(logdir / "lonely", "measured", 1) as writer:
         writer.timeline(*measured(TIMELINES[0], 3, 1))
-    record(logdir / "cut", [1, 2])
+    written(logdir / "cut", [1, 2])
     (file,) = (logdir / "cut" / "measured" / "rank1").iterdir()
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "PART_BYTES", 500)
-        record(logdir / "parts", [5], TIMELINES[2])
+        written(logdir / "parts", [5], TIMELINES[2])
     with ExitStack() as stack:
         board = stack.enter_context(Board(logdir, fast=request.param == "rust"))
         board.until(lambda captures: len(captures) == 135)
@@ -325,6 +323,8 @@ def test_the_tab_comes_with_data_and_is_named():
     assert plugin.data_plugin_names() == ("fpipe_timeline",)
     assert plugin.frontend_metadata().tab_name == "Pipeline"
     assert plugin.frontend_metadata().es_module_path == "/index.js"
+
+
 def test_a_capture_with_a_part_ideal_is_worked_out_once(monkeypatch):
     """The page asks for each of its ranks; a few are kept."""
     asked = []
@@ -338,8 +338,6 @@ def test_a_capture_with_a_part_ideal_is_worked_out_once(monkeypatch):
     assert asked == [*names, names[0]]
     with pytest.raises(NotFound):
         cached.imagined("rank 9")
-
-
 
 
 def test_requests_at_the_same_time_assemble_a_capture_once():

@@ -9,31 +9,24 @@ from typer.testing import CliRunner
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.cli import app
-from fpipe.tensorboard.files.captures import columns_of
-from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.columns import Clock
 from fpipe.tensorboard.files.reader import CaptureId, find
-from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.files.writer import write
 from fpipe.tensorboard.server import standalone
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.what_if import what_if
-from tests.support.tab import CHROMIUM, PATIENCE, browser
+from tests.support.captures import record
+from tests.support.tab import BROWSED, PATIENCE
 
 PLAN = Plan(Placement.v(3), 6)
 SLOW = Costs([1e-3, 1e-3, 4e-3, 4e-3, 1e-3, 1e-3], 1e-3, 1e-3, communication=2e-4)
 HOSTILE = "</script><script>window.hacked=1</script><!--<script>{title}\u2028" + "x" * 200
-browsed = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
-]
 
 
 def measure(logdir, schedule="dualpipe-v", **header):
     timeline = simulate(schedules.dualpipe_v, PLAN, SLOW)
-    for rank in range(PLAN.ranks):
-        with Writer(logdir, "measured", rank) as writer:
-            about = {"clock": Clock(0.0, 1e-5)} | header
-            writer.timeline(Header("measured", 7, rank, schedule, PLAN, **about), columns_of(timeline, rank))
+    record(logdir, {7: timeline}, schedule=schedule, **{"clock": Clock(0.0, 1e-5)} | header)
     write(logdir, simulate(schedules.dualpipe_v, PLAN, Costs(1e-3, 1e-3, 1e-3)), schedule=schedule, unit="s")
     return logdir
 
@@ -42,12 +35,6 @@ def saved(logdir, file):
     found = CliRunner().invoke(app, ["timeline", str(logdir), "--out", str(file)], prog_name="fpipe")
     assert found.exit_code == 0, found.output
     return found
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as found:
-        yield found
 
 
 class Opened:
@@ -92,7 +79,7 @@ def opened(chromium, tmp_path_factory):
 
 
 def mark(test):
-    for each in browsed:
+    for each in BROWSED:
         test = each(test)
     return test
 

@@ -16,33 +16,24 @@ from fpipe.effects import BackwardInput, BackwardWeight, Forward, Gather, Recv, 
 from fpipe.flight.format import AT_STATE, STATE, STATES
 from fpipe.flight.recording import Recording
 from fpipe.tables import LANES, TABLE
-from fpipe.tensorboard.files.captures import columns_of
-from fpipe.tensorboard.files.columns import Clock, Header
+from fpipe.tensorboard.files.columns import Clock
 from fpipe.tensorboard.files.reader import CaptureId, find
-from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.files.writer import write
 from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.spans import CAUSES
 from fpipe.timelines.what_if import what_if
 from tests import test_own_effects as own_effects
 from tests.support.board import Board
+from tests.support.captures import record
 from tests.support.combinations import ALL, few, thorough
-from tests.support.tab import CHROMIUM, CLOCK, HASTE, MODULE, amount, browser, large, opened
+from tests.support.tab import BROWSED, CLOCK, HASTE, MODULE, amount, large, opened
 from tests.tensorboard.test_recorder import recorded
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
-]
+pytestmark = BROWSED
 HOSTILE = "<img src=x onerror=window.parent.hacked=1><b>'\"&\n\u202e" + "x" * 150
 MANY = 120  # captures of one run
 SCHEDULE = "<script>window.parent.hacked=1</script><img src=x onerror=window.parent.hacked=1>" + "y" * 5000
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +44,8 @@ def logdir(tmp_path_factory, pools):
     one, other = (simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4), Costs(forward=f)) for f in (1.0, 1.5))
     write(logdir / HOSTILE, one, schedule=SCHEDULE)
     write(logdir / "other", other, schedule="one_f_one_b")
-    for rank in (0, 2):
-        with Writer(logdir / "partial", "measured", rank) as writer:
-            clock = None if rank else Clock(0.0, 0.0)
-            writer.timeline(Header("measured", 7, rank, "1f1b", one.plan, "s", clock), columns_of(one, rank))
+    record(logdir / "partial", {7: one}, [0], clock=Clock(0.0, 0.0))
+    record(logdir / "partial", {7: one}, [2], clock=None)
     write(logdir / "wide", simulate(schedules.one_f_one_b, Plan(Placement.loop(64), 80)), schedule="1f1b")
     write(logdir / "own", own_effects.predicted(), schedule="loading")
     slow = Costs([1, 4.5, 1], backward=[2, 9, 2], communication=0.25)
@@ -110,17 +99,12 @@ def mixed(logdir):
     """Ranks of two jobs in one folder."""
     found = simulate(schedules.one_f_one_b, Plan(Placement.loop(3), 4))
     for rank, job in enumerate("aab"):
-        with Writer(logdir, "measured", rank) as writer:
-            writer.timeline(Header("measured", 1, rank, "1f1b", found.plan, job=job), columns_of(found, rank))
+        record(logdir, {1: found}, [rank], job=job)
 
 
 def captured(logdir, steps, ranks=1):
     """Steps that some ranks measured, all alike."""
-    found = simulate(schedules.one_f_one_b, Plan(Placement.loop(ranks), 4))
-    for rank in range(ranks):
-        with Writer(logdir, "measured", rank) as writer:
-            for step in steps:
-                writer.timeline(Header("measured", step, rank, "1f1b", found.plan), columns_of(found, rank))
+    record(logdir, dict.fromkeys(steps, simulate(schedules.one_f_one_b, Plan(Placement.loop(ranks), 4))))
 
 
 def replicated(logdir):
@@ -128,15 +112,15 @@ def replicated(logdir):
     plan = Plan(Placement.loop(2, 2), 4, replicas=2)
     costs = Costs(1e-3, 1e-3, 1e-3, gather=5e-4, scatter=1e-3, communication=2e-4)
     found = simulate(schedules.looped_bfs, plan, costs, resident=1)
+    times = {"makespans": (0.03, 0.04), "busy": ((0.02, 0.021), (0.02, 0.033))}
     for replica, folder in enumerate((logdir, logdir / "replica1")):
-        for rank in range(2):
-            with Writer(folder, "measured", rank) as writer:
-                times = {"makespans": (0.03, 0.04), "busy": ((0.02, 0.021), (0.02, 0.033))}
-                header = Header("measured", 1, rank, "bfs", found.plan, replica=replica, **times)
-                columns = columns_of(found, rank)
-                lanes = [TABLE.effects[type(effect)].track in LANES for effect in columns.effects]
-                columns = dataclasses.replace(columns, used=np.where(lanes, columns.ends - 1e-4, np.nan))
-                writer.timeline(header, columns)
+        record(folder, {1: found}, schedule="bfs", changed=used, replica=replica, **times)
+
+
+def used(columns, rank):
+    """What comes beside the compute is waited for a little before it is there."""
+    lanes = [TABLE.effects[type(effect)].track in LANES for effect in columns.effects]
+    return dataclasses.replace(columns, used=np.where(lanes, columns.ends - 1e-4, np.nan))
 
 
 @pytest.fixture(scope="module")
@@ -146,18 +130,10 @@ def board(logdir):
         yield board
 
 
-@pytest.fixture(scope="module")
-def shared(chromium, board):
-    """One page for the tests that leave it as they find it."""
-    with opened(chromium, board, HASTE) as tab:
-        yield tab
-
-
 @pytest.fixture
 def tab(shared):
     shared.show("real/measured", 4, other="real/predicted, step 4")
-    for key in ("Escape", "Escape", "0"):  # the range, the selection, the zoom
-        shared.press(key)
+    shared.released()
     shared.js("document.querySelector('#scroll').scrollTo(0, 0)")
     return shared
 

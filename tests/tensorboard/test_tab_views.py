@@ -8,21 +8,18 @@ import re
 import statistics
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
 from fpipe.effects import Backward, Forward, Recv
-from fpipe.tensorboard.files.captures import columns_of
-from fpipe.tensorboard.files.columns import Header
-from fpipe.tensorboard.files.writer import Writer, write
+from fpipe.tensorboard.files.writer import write
 from tests.support.board import Board
+from tests.support.captures import record
 from tests.support.combinations import thorough
-from tests.support.tab import CHROMIUM, HASTE, MODULE, amount, browser, opened
+from tests.support.tab import BROWSED, HASTE, MODULE, amount, opened
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no Chromium at {CHROMIUM}: install Debian's package"),
-]
+pytestmark = BROWSED
 RANKS, MICROBATCHES = 4, 6
 STEPS = range(1, 9)
 EARLY = 2.5e-3  # seconds by which a receive of the run "two" is posted before the first compute
@@ -46,33 +43,20 @@ WIDE = simulate(schedules.one_f_one_b, Plan(Placement.loop(96), 8), COSTS)
 DRIFTS = {step: drifting(step) for step in range(1, 11)}
 
 
-def record(logdir, steps, early=0.0):
-    """Write measured steps: {step: timeline}. The first receive of the last rank is posted `early` before all else."""
-    for rank in range(RANKS):
-        with Writer(logdir, "measured", rank) as writer:
-            for step, timeline in steps.items():
-                columns = columns_of(timeline, rank)
-                starts, ends = columns.starts + early, columns.ends + early
-                if rank == RANKS - 1:
-                    starts[min(row for row, effect in enumerate(columns.effects) if isinstance(effect, Recv))] = 0.0
-                columns = dataclasses.replace(columns, starts=starts, ends=ends)
-                writer.timeline(Header("measured", step, rank, "1f1b", timeline.plan), columns)
+def early(columns, rank):
+    """All begins `EARLY`, but for the first receive of the last rank, which is posted before."""
+    starts, ends = columns.starts + EARLY, columns.ends + EARLY
+    if rank == RANKS - 1:
+        starts[min(row for row, effect in enumerate(columns.effects) if isinstance(effect, Recv))] = 0.0
+    return dataclasses.replace(columns, starts=starts, ends=ends)
 
 
-def owned(logdir):
-    """Write a step whose ranks hold 2 KiB from the 5th millisecond on, and 4 KiB from the 6th to the 7th."""
-    owners = {"received": 1024.0, "residuals": 3072.0, "sums of gradients": 512.0}
-    memory = [(0.0, 0.0), (0.005, 2048.0), (0.006, 4096.0), (0.007, 0.0)]
-    for rank in range(RANKS):
-        with Writer(logdir, "measured", rank) as writer:
-            columns = columns_of(step_of(), rank, memory=memory)
-            writer.timeline(Header("measured", 1, rank, "1f1b", step_of().plan, owners=owners), columns)
+OWNERS = {"received": 1024.0, "residuals": 3072.0, "sums of gradients": 512.0}
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    with browser() as chromium:
-        yield chromium
+def holding(columns, rank):
+    """2 KiB from the 5th millisecond on, and 4 KiB from the 6th to the 7th."""
+    return dataclasses.replace(columns, memory=(np.array([0, 5e-3, 6e-3, 7e-3]), np.array([0.0, 2048, 4096, 0])))
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +64,9 @@ def logdir(tmp_path_factory):
     logdir = tmp_path_factory.mktemp("runs")
     record(logdir / "one", {step: step_of() for step in STEPS})
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
-    record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, early=EARLY)
+    record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, changed=early)
     record(logdir / "drifts", DRIFTS)
-    owned(logdir / "owned")
+    record(logdir / "owned", {1: step_of()}, changed=holding, owners=OWNERS)
     write(logdir / "wide", WIDE, schedule="1f1b", unit="s")
     return logdir
 
@@ -94,19 +78,11 @@ def board(logdir):
         yield board
 
 
-@pytest.fixture(scope="module")
-def shared(chromium, board):
-    """One page for the tests that leave it as they find it."""
-    with opened(chromium, board, HASTE) as tab:
-        yield tab
-
-
 @pytest.fixture
 def tab(shared):
     shared.frame.fill("#search", "")
     shared.show("one/measured", 4, other="one/predicted")
-    for key in ("Escape", "Escape", "0"):  # the range, the selection, the zoom
-        shared.press(key)
+    shared.released()
     shared.frame.click("#tab-bubbles")
     return shared
 
