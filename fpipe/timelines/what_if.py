@@ -245,7 +245,7 @@ class _Ideals:
     def _slow(self, what: str, nodes: NDArray[np.bool_]) -> _Scenario:
         typical = float(self.medians[nodes].sum())
         times = float(self.own[nodes].sum()) / typical if typical else 1.0
-        headline = f"{what} computes {number(times)}x slower than the median" if times > 1.05 else what
+        headline = f"{what} computes {number(round(times, 2))}x slower than the median" if times > 1.05 else what
         assumes = "its effects at the medians over the stages"
         return _Scenario(what, assumes, headline, nodes, self._set(nodes, self.medians), times)
 
@@ -259,7 +259,7 @@ class _Ideals:
         for (source, target), nodes in masks.items():
             what = f"edge {source} -> {target}"
             times = usual[source, target] / middle if middle else 0.0
-            slower = f" take {number(times)}x the median of the edges" if times > 1.05 else ""
+            slower = f" take {number(round(times, 2))}x the median of the edges" if times > 1.05 else ""
             headline = f"transfers from rank {source} to rank {target}{slower}"
             lengths = self.replay.without(nodes)
             yield _Scenario(what, "its transfers take no time", headline, nodes, lengths, max(1.0, times))

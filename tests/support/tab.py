@@ -38,7 +38,7 @@ window.setInterval = (call, wait, ...given) => setInterval(call, wait === 5000 ?
 SETTLED = """([run, step]) => {
     const { capture, answer, sheet } = window.fpipe.app;
     if (!capture?.summary || !document.querySelector("#progress").hidden) return false;
-    if (!capture.large && capture.whatIf === undefined) return false; // its notices change the height of the timeline
+    if (!capture.large && capture.whatIf === undefined) return false; // its headline changes the height of the timeline
     if (capture.entry.run !== run || (step !== null && capture.entry.step !== step)) return false;
     if (!sheet.other) return !answer;
     return sheet.other.unit !== capture.unit || Boolean(answer && sheet.other.summary);

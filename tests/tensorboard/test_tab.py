@@ -33,6 +33,7 @@ from tests.tensorboard.test_recorder import recorded
 pytestmark = BROWSED
 HOSTILE = "<img src=x onerror=window.parent.hacked=1><b>'\"&\n\u202e" + "x" * 150
 MANY = 120  # captures of one run
+FLIGHT = "20260101-000000-a-1"
 SCHEDULE = "<script>window.parent.hacked=1</script><img src=x onerror=window.parent.hacked=1>" + "y" * 5000
 
 
@@ -67,15 +68,21 @@ def logdir(tmp_path_factory, pools):
         damage(logdir / "ruined" / "measured" / f"rank{rank}")
     mixed(logdir / "mixed")
     for run, killed in (("slow", True), ("uneven", False)):
-        crash(logdir / run / "flights" / "20260101-000000-a-1", killed)
+        crash(logdir / run / "flights" / FLIGHT, killed)
+    crash(logdir / "other" / "flights" / FLIGHT, False, 70)
+    crash(logdir / "shards" / "flights" / FLIGHT, True, 4, "rank {0[1]} of replica {0[0]}")
     return logdir
 
 
-def crash(folder, killed):
-    """A flight of three ranks, of which the second was killed or goes on, and the others wait for it."""
+def crash(folder, killed, ranks=3, name="rank {0[1]}"):
+    """A flight of ranks, of which the second was killed or goes on, and the others wait for it."""
     folder.mkdir(parents=True)
-    for rank in range(3):
-        about = {"process": rank, "name": f"rank {rank}", "processes": 3}
+    for rank in range(ranks):
+        about = {
+            "process": rank,
+            "name": name.format(divmod(rank, 2 if "replica" in name else ranks)),
+            "processes": ranks,
+        }
         recording = Recording(folder / f"{rank:06}.flight", about)
         recording.begin(7)
         recording.writer("effect", f"Forward(stage={rank}, microbatch=1)")()
@@ -463,7 +470,7 @@ def test_what_would_help_is_pythons_and_a_click_shows_it_beside(tab, logdir):
         assert [float(wins), float(makespan)] == pytest.approx([row.seconds, row.makespan], abs=0.006)
         assert (share, assumes) == (f"{100 * row.seconds / result.timeline.makespan:.1f}%", row.assumes)
     assert result.headline() in tab.text("#panel-what-if")
-    assert "0.0% less" in tab.text("#panel-what-if")
+    assert "the step takes the same" in tab.text("#panel-what-if")
     tab.frame.click("#panel-what-if td button, #panel-what-if th button")
     tab.settled("slow/predicted")
     tab.until("() => window.fpipe.app.sheet.other?.entry.what === 'rank 1'")
@@ -837,7 +844,8 @@ def test_a_missing_rank_and_a_clock_that_was_not_compared_are_told(tab):
     assert "the clocks of rank 2 were not compared" in notices
     assert tab.js("window.fpipe.app.sheet.layout.groups.map(group => group.number)") == [0, 1, 2]
     tab.until("() => window.fpipe.app.capture.whatIf")
-    assert "what would help is not known: the ranks' clocks were not compared" in tab.text("#notices")
+    tab.frame.click("#tab-what-if")
+    assert tab.text("#panel-what-if").startswith("what would help is not known: the ranks' clocks were not compared")
     rows = tab.table("bubbles")
     assert [row[0] for row in rows] == ["rank 0", "rank 2"]
     assert "not compared" in rows[1]
@@ -908,7 +916,7 @@ def test_the_last_effects_of_a_crashed_job_are_shown(tab):
     last = tab.js("[...document.querySelectorAll('#panel-flight details')][1].innerText")
     assert "Forward(stage=1, microbatch=1)" in last
     assert tab.page.evaluate("window.hacked") is None
-    tab.show("other/predicted")
+    tab.show("own/predicted")
     tab.until("() => document.querySelector('#tab-flight').hidden")
     assert "is gone" not in tab.js("document.querySelector('#notices').textContent")
 
@@ -921,8 +929,42 @@ def test_a_job_that_runs_has_its_last_effects_without_a_notice(tab):
     assert "is at work, and others wait for it" in tab.text("#panel-flight p")
 
 
+def test_of_more_ranks_those_near_the_fault_are_shown(tab):
+    tab.show("other/predicted")
+    tab.until("() => !document.querySelector('#tab-flight').hidden")
+    rows = tab.table("flight")
+    assert [row[0] for row in rows] == ["rank 1", "rank 0", *(f"rank {rank}" for rank in range(2, 64))]
+    assert "64 of 70 ranks" in tab.text("#panel-flight > table caption")
+    assert tab.js("document.querySelectorAll('#panel-flight details').length") == 64
+
+
+def test_the_flight_of_replicas_is_shown_at_each_of_them(tab):
+    for run in ("shards/measured", "shards/replica1/measured"):
+        tab.show(run, 1)
+        tab.until("() => !document.querySelector('#tab-flight').hidden")
+        rows = tab.table("flight")
+        assert [row[0] for row in rows] == [
+            f"rank {rank} of replica {replica}" for replica in (0, 1) for rank in (0, 1)
+        ]
+        assert [row[5] for row in rows] == [*(["rank 1 of replica 0", ""]), *["rank 1 of replica 0"] * 2]
+        assert "Rank 1 of replica 0 (process" in tab.text("#notices")
+
+
+def test_a_flight_that_does_not_come_is_told_and_asked_for_again(tab):
+    tab.show("own/predicted")
+    tab.until("() => document.querySelector('#tab-flight').hidden")
+    tab.page.route("**/flight?**", lambda route: route.fulfill(status=500, body="the disk is gone"))
+    tab.show("slow/predicted")
+    tab.until("() => document.querySelector('#notices').textContent.includes('the disk is gone')")
+    assert tab.js("document.querySelector('#tab-flight').hidden")
+    tab.page.unroute_all()
+    tab.until("() => document.querySelector('#notices').textContent.includes('is gone and left no reason')")
+    assert "the disk" not in tab.text("#notices")
+    tab.forgive("500")
+
+
 def test_a_job_that_crashed_before_it_recorded_a_step_is_shown(chromium, tmp_path):
-    crash(tmp_path / "mine" / "flights" / "20260101-000000-a-1", True)
+    crash(tmp_path / "mine" / "flights" / FLIGHT, True)
     with Board(tmp_path) as board, opened(chromium, board, HASTE) as tab:
         tab.until("() => document.querySelector('#empty').textContent.includes('is gone and left no reason')")
         assert tab.js("document.querySelectorAll('#empty tbody tr').length") >= 3

@@ -24,9 +24,9 @@ def answer(result: WhatIf, capture: Capture) -> dict[str, Any]:
 
 
 def unknown(capture: Capture) -> dict[str, Any]:
-    """Return the answer for a capture of which nothing can be said, with the reason."""
-    makespan, reason = capture.timeline.cost, f"what would help is not known: {capture.unrelated}"
-    times = {"makespan": makespan, "replayed": makespan, "error": 0.0}
+    """Return the answer for a capture of which nothing can be said, with the reason, and without a confidence."""
+    reason = f"what would help is not known: {capture.unrelated}"
+    times = {"makespan": capture.timeline.cost, "replayed": None, "error": None}
     return {"unit": capture.unit, "headline": "", "what_if": [], **times, "notices": [reason]}
 
 

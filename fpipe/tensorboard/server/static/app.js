@@ -348,7 +348,7 @@ export class App {
     this.keep();
     const { idle, account } = this.sheet;
     if (!spot && !idle && !account) {
-      place.replaceChildren(element("p", { class: "faint" }, "Click an effect or idle time, or move to one with , and . or g."));
+      place.replaceChildren(element("p", { class: "faint" }, "Click an effect or idle time. The keys , and . move from effect to effect, and g to the next idle time."));
       return;
     }
     const pairs = account

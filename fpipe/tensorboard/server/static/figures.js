@@ -58,7 +58,6 @@ export class Figures {
     capture.asked = true;
     try {
       capture.whatIf = await routes.whatIf(capture.entry, signal);
-      this.notices.tell("what would help", capture.whatIf.notices);
     } catch (error) {
       if (!signal?.aborted) {
         capture.whatIf = null;
@@ -133,7 +132,8 @@ export class Figures {
     if (summary?.makespans.length) parts.push(...replicas(summary, unit));
     if (answer) {
       const [a, b] = answer.makespan;
-      parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${change(a, b) || "0%"})`));
+      const by = Math.abs(a - b) > NOTHING * Math.max(a, b) ? change(a, b) || "0%" : "the same";
+      parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${by})`));
       parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1]), "", BUBBLE));
     }
     this.shell.headline.replaceChildren(

@@ -102,13 +102,14 @@ function colour(share, dark) {
 
 function scale(most, dark) {
   const css = (share) => `rgb(${colour(share, dark).join()})`;
-  const style = `background:linear-gradient(to top, ${[-1, 0, 1].map(css).join()})`;
+  const least = Math.min(most, 1); // nothing is further below the median
+  const style = `background:linear-gradient(to top, ${[-least / most, 0, 1].map(css).join()})`;
   return element(
     "span",
     { class: "scale faint" },
     element("i", { style }),
     element("span", {}, `+${percent(most)}`),
     element("span", {}, "median"),
-    element("span", {}, `−${percent(most)}`),
+    element("span", {}, `−${percent(least)}`),
   );
 }
