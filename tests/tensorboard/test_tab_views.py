@@ -343,6 +343,24 @@ def test_steps_are_pythons_and_drift_and_outliers_are_told(tab):
     tab.settled("drifts/measured", 6)
 
 
+def test_figures_of_steps_that_do_not_come_are_told_until_they_do(tab):
+    tab.show("two/measured", 3, other="nothing")
+    tab.page.route("**/steps?**", lambda route: route.fulfill(status=500, body="the disk is gone"))
+    tab.frame.click("#tab-steps")
+    said = "() => document.querySelector('#panel-steps').textContent"
+    tab.until(f"{said}.includes('the disk is gone')")
+    tab.page.unroute_all()
+    tab.show("one/measured", 3, other="nothing")
+    tab.until("steps => window.fpipe.app.steps.shown?.rows.length === steps", len(STEPS))
+    assert "the disk" not in tab.text("#panel-steps")
+    tab.show("two/measured", 3, other="nothing")
+    tab.until(
+        "() => window.fpipe.app.steps.shown.run === 'two/measured' && window.fpipe.app.steps.shown.rows.length === 2"
+    )
+    assert "the disk" not in tab.text("#panel-steps")
+    tab.forgive("500")
+
+
 def test_a_heat_map_of_ranks_and_steps(tab):
     tab.show("drifts/measured", 10, other="nothing")
     tab.frame.click("#tab-steps")

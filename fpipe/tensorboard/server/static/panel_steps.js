@@ -19,7 +19,7 @@ export const steps = {
     if (known?.run !== run) return [table("adding up …")];
     const rows = known.rows.filter(({ error }) => !error);
     const notes = [known.reason, cut(known), unread(known)].filter(Boolean).map((text) => element("p", {}, text));
-    if (rows.length < 2) return [element("p", {}, "The run has one captured step so far."), ...notes];
+    if (rows.length < 2) return known.all > 1 ? notes : [element("p", {}, "The run has one captured step so far."), ...notes];
     const view = { ...state, rows, numbers: rows.map((row) => row.step), at: rows.findIndex((row) => row.step === step) };
     return [...notes, ...told(view), ...charts(view), ...map(view), figures(view)];
   },

@@ -23,7 +23,7 @@ export class Steps {
 
   /** Fetches the figures of a run's steps that are not kept. */
   async load(run) {
-    this.run = run;
+    if (run !== this.run) [this.run, this.reason] = [run, null];
     await null; // the panel that asks is being filled
     this._show();
     if (this.loading) return;
@@ -31,13 +31,14 @@ export class Steps {
     for (let missing = this._missing(); missing.length; missing = this._missing()) {
       try {
         await this._fetch(missing.slice(0, AT_ONCE));
-        this.reason = null;
       } catch (error) {
+        if (missing[0].run !== this.run) continue; // another one was asked for meanwhile
         this.reason = error.message;
         break;
       }
       this._show();
     }
+    if (!this._missing().length) this.reason = null;
     this.loading = false;
     this._show();
   }
