@@ -14,6 +14,7 @@ from benchmarks import layouts, models, restart_job, timed
 from fpipe import Costs
 from fpipe.schedules.layouts import Degrees
 from tests.support.combinations import ALL
+from tests.support.tab import CHROMIUM
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
 TIMED = {"predicted_ms", "measured_ms", "ratio", "ratio_quartiles"}
@@ -96,6 +97,19 @@ def test_frozen_stages(printed):
     ]
     assert [row["predicted_ms"] for row in rows] == pytest.approx([38, 38, 38, 24])
     assert rows[0].keys() >= TIMED
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not (ALL and CHROMIUM.exists()), reason="a browser for ten seconds: FPIPE_TESTS=all runs it")
+def test_the_tab(printed, tmp_path):
+    (row,) = printed("tab", "--spans", "640", "--rounds", "1", "--out", str(tmp_path / "tab.json"))
+    assert json.loads((tmp_path / "tab.json").read_text())["rows"] == [row]
+    assert (row["spans"], row["ranks"], row["rounds"]) == (640, 16, 1)
+    assert {"Bubbles", "What would help", "Steps", "Microbatches", "Selection", "Effects in view"} <= set(
+        row["panels_ms"]
+    )
+    assert row["redraws_ms"].keys() == {"1", "4", "64", "1024"}
+    assert min(row["interactive_s"], *row["panels_ms"].values(), *row["redraws_ms"].values()) > 0
 
 
 def of_slices(rank):
