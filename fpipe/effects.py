@@ -111,7 +111,22 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """The output of a stage for one token of each prompt of a microbatch; token 0 is computed from whole prompts."""
+    """The output of a stage for one token of each prompt of a microbatch, or for a slice of the prompts.
+
+    The first numbers, `plan.prefills` of them, are those of the slices.
+    """
+
+    stage: int
+    microbatch: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """The keys and values of a slice of the prompts in the cache of a stage, which never leave their rank.
+
+    The prefill of the slice gives them, that of the next slice needs them.
+    """
 
     stage: int
     microbatch: int
@@ -120,7 +135,10 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The tokens that the last stage has chosen, one for each prompt of a microbatch: number `token` of the program."""
+    """The tokens that the last stage has chosen, one for each prompt of a microbatch: number `token` of the program.
+
+    The first of them are chosen after the last slice of the prompts, and have its number.
+    """
 
     microbatch: int
     token: int
@@ -138,7 +156,7 @@ class Offloaded:
 
 
 Value = Activation | Gradient | WeightGradient | Hidden | Token
-Name = Value | Residuals | Deferred | Carry | CarryGradient | Parameters | Partials | Offloaded
+Name = Value | Residuals | Deferred | Carry | CarryGradient | Cached | Parameters | Partials | Offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +268,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Run the stage on the prompts of a microbatch, and fill its cache; the last stage chooses token 0."""
+    """Run the stage on a slice of the prompts of a microbatch, and fill its cache: one for each of `plan.prefills`.
+
+    After the last slice, the last stage chooses the first tokens. By default there is one slice, the whole prompts.
+    """
 
     stage: int
     microbatch: int
+    token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,7 +246,9 @@ class Plan:
         edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
         ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
         tokens: the tokens that a program generates for each prompt, a microbatch being some prompts; `generate` fills
-            it in.
+            it in. With `prefills`, all slices of the prompts but the last count too.
+        prefills: the slices of the prompts, which a stage runs one after the other before the first token; `generate`
+            fills it in.
         replicas: copies of the whole pipeline, which all run the same programs, each on its own microbatches: data
             parallelism. The plan is that of one replica.
         gathered: the stages whose parameters are whole only from a `Gather` to a `Release`; lowering fills it in.
@@ -280,6 +282,7 @@ class Plan:
     trained: Collection[int] | None = None
     slices: int = 1
     tokens: int = 1
+    prefills: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.placement, Placement):
@@ -287,7 +290,12 @@ class Plan:
                 f"placement must be a Placement, such as Placement.loop(ranks=2), not {self.placement!r}"
             )
         counts = {"replicas": self.replicas, "slices": self.slices, "tokens": self.tokens}
-        _positive(microbatches=self.microbatches, **counts)
+        _positive(microbatches=self.microbatches, **counts, prefills=self.prefills)
+        if self.prefills > self.tokens:
+            raise ScheduleError(
+                f"prompts of {self.prefills} slices and at least one token need tokens={self.prefills}, not "
+                f"{self.tokens}"
+            )
         if not self.edges.reads:
             object.__setattr__(self, "edges", Edges.chain(self.stages))
         if len(self.edges.reads) != self.stages:

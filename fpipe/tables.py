@@ -18,6 +18,7 @@ from fpipe.effects import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Cached,
     Carry,
     CarryGradient,
     Compute,
@@ -76,6 +77,8 @@ class Topology(Protocol):
     def slices(self) -> int: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def prefills(self) -> int: ...
     @property
     def gathered(self) -> Collection[int]: ...
     @property
@@ -471,19 +474,23 @@ def _inputs_and_deferred(e: Compute, plan: Topology) -> Names:
 
 @uniform
 def _hidden(e: Prefill | Decode, plan: Topology) -> Names:
-    """Of stages that the stage reads; the first stage of a token reads the one before it, number 0 the batch."""
-    token = getattr(e, "token", 0)
-    sources = plan.sources(e.stage)
-    fed = (Token(e.microbatch, token - 1),) if token and not sources else ()
-    return (*(Hidden(s, e.microbatch, token) for s in sources), *fed)
+    """Of stages that the stage reads; the first stage of a token reads the one before it, number 0 the batch.
+
+    A slice of prompts reads the batch, and the cache of the slice before.
+    """
+    sources, before = plan.sources(e.stage), e.token - 1
+    fed = (Token(e.microbatch, before),) if e.token >= plan.prefills and not sources else ()
+    cache = (Cached(e.stage, e.microbatch, before),) if 0 < e.token < plan.prefills else ()
+    return (*(Hidden(s, e.microbatch, e.token) for s in sources), *fed, *cache)
 
 
 @uniform
 def _next_hidden(e: Prefill | Decode, plan: Topology) -> Names:
-    token = getattr(e, "token", 0)
+    is_last = e.token + 1 >= plan.prefills
+    cache = () if is_last else (Cached(e.stage, e.microbatch, e.token),)
     if plan.consumers(e.stage):
-        return (Hidden(e.stage, e.microbatch, token),)
-    return (Token(e.microbatch, token),) if token + 1 < plan.tokens else ()
+        return (Hidden(e.stage, e.microbatch, e.token), *cache)
+    return (Token(e.microbatch, e.token),) if is_last and e.token + 1 < plan.tokens else cache
 
 
 def _value(e: Send | Recv, plan: Topology) -> Names:
@@ -591,7 +598,7 @@ def _token_readers(v: Token, plan: Topology) -> list[int]:
 
 
 def _is_fed(v: Token, plan: Topology) -> bool:
-    return v.token + 1 < plan.tokens
+    return plan.prefills <= v.token + 1 < plan.tokens
 
 
 @uniform
@@ -726,6 +733,8 @@ TABLE = Table(
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
         Carry: ValueRow(bytes=_cost("carry"), label="carry"),
         CarryGradient: ValueRow(bytes=_cost("carry"), label="carry gradient", backward=True),
+        # A cache has all its places from the first token on, and is the caller's.
+        Cached: ValueRow(bytes=_free, label="cache"),
         Parameters: ValueRow(bytes=_cost("gathered"), label="parameters", colour=YELLOW),
         Partials: ValueRow(
             bytes=_free, label="gradient sum", colour=PURPLE, sums=True, backward=True, exists=_has_copy

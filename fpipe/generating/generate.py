@@ -83,6 +83,7 @@ def generator(
     temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
+    prompt_slices: int = 1,
     tokens_per_program: int | None = None,
     prefetch: int | None = None,
     observe: Observer | None = None,
@@ -104,6 +105,8 @@ def generator(
         pad_token_id: what follows an ended text, and pads prompts on the left; by default the cache's.
         temperature, top_k, top_p: for tokens that are drawn: divide the logits, draw from so many of the likeliest
             tokens, and from the likeliest tokens with so much probability.
+        prompt_slices: prompts go through the stages in so many slices, one after the other, so that a rank begins
+            when the first slice has passed the ranks before it: for long prompts in few microbatches.
         tokens_per_program: after so many tokens the ranks look whether all texts have ended. By default 16, and where
             no token ends texts all of them.
         observe: an observer of every effect, where all tokens are of one program.
@@ -138,6 +141,8 @@ def generator(
             "max_new_tokens and tokens_per_program are whole numbers of at least 1, not "
             f"{max_new_tokens!r} and {tokens_per_program!r}"
         )
+    if not is_whole(prompt_slices, least=1):
+        raise ValueError(f"prompt_slices must be a whole number of at least 1, not {prompt_slices!r}")
     eos = pipeline.cache.eos if eos_token_id is None else _tuple(eos_token_id)
     pad = pipeline.cache.pad if pad_token_id is None else pad_token_id
     choice = Choice(eos, pad, temperature, top_k, top_p, rng=(0, 0))
@@ -155,15 +160,18 @@ def generator(
     runs: dict[tuple[bool, int], Run] = {}
     for at, size in enumerate(sizes):
         if (kind := (at == 0, size)) not in runs:
-            programs = _programs(plan, *kind, prefetch)
+            programs = _programs(plan, size, 0 if at else prompt_slices, prefetch)
             if observer is not None:
                 observer.on_compile("generate", programs, handler)
             runs[kind] = handler.compile(programs, pieces, observer)
-    return Generator(pipeline, pipeline.cache, plan, handler, choice, sizes, runs, observer)
+    return Generator(pipeline, pipeline.cache, plan, handler, choice, prompt_slices, sizes, runs, observer)
 
 
-def _programs(plan: Plan, prompts: bool, tokens: int, prefetch: int | None) -> Programs:
-    programs = lower(partial(autoregressive, prompts=prompts), replace(plan, tokens=tokens), depth=prefetch)
+def _programs(plan: Plan, tokens: int, slices: int, prefetch: int | None) -> Programs:
+    """Return the programs that generate so many tokens, after so many slices of the prompts."""
+    prefills = max(1, slices)
+    plan = replace(plan, tokens=tokens + prefills - 1, prefills=prefills)
+    programs = lower(partial(autoregressive, prompts=slices > 0), plan, depth=prefetch)
     check(programs)
     return programs
 
@@ -185,12 +193,13 @@ def _check_plan(pipeline: Pipeline, plan: Plan) -> None:
         )
     if carrying := [s for s, stage in enumerate(pipeline.stages) if stage.carry]:
         raise ValueError(
-            f"stage {carrying[0]} carries values from slice to slice, and prompts are not cut: keep what it needs of "
-            "earlier tokens in its cache"
+            f"stage {carrying[0]} carries values from slice to slice, which stages that generate don't: keep what it "
+            "needs of earlier tokens in its cache"
         )
     if plan.slices > 1:
         raise ScheduleError(
-            f"the plan cuts microbatches into {plan.slices} slices, and prompts are not cut: make a plan without slices"
+            f"the plan cuts microbatches into {plan.slices} slices, and tokens are not cut: make a plan without "
+            f"slices; prompt_slices={plan.slices} cuts the prompts"
         )
     for stage, ranks in enumerate(plan.placement.holders):
         if len(ranks) > 1:
@@ -208,6 +217,7 @@ class Generator:
     """A function of params and prompts that generates tokens.
 
     Args:
+        prompt_slices: into which prompts are cut.
         sizes: the tokens of each program, as long as not all texts have ended.
         runs: the programs, by whether they begin with the prompts, and their tokens.
     """
@@ -217,6 +227,7 @@ class Generator:
     plan: Plan
     handler: Handler
     choice: Choice
+    prompt_slices: int
     sizes: Sequence[int]
     runs: Mapping[tuple[bool, int], Run]
     observer: Observer | None
@@ -255,6 +266,7 @@ class _Call:
     Args:
         prompts: of all microbatches.
         count: of the prompts that were passed.
+        slices: into which the prompts are cut.
         noise: [token, prompt].
         state: the caches, `{stage: [tree by microbatch]}`.
     """
@@ -264,6 +276,7 @@ class _Call:
     params: Mapping[int, Any]
     prompts: Prompts
     count: int
+    slices: int
     noise: Tensor
     state: Mapping[int, Any]
 
@@ -285,6 +298,11 @@ class _Call:
                 f": make a plan of {-(-prompts.count // cache.rows)} microbatches, or a cache with more rows"
             )
         length, new = prompts.length, sum(made.sizes)
+        if length < made.prompt_slices:
+            raise ValueError(
+                f"prompts of {counted(length, 'token')} can't be cut into {made.prompt_slices} slices: pass a smaller "
+                "prompt_slices"
+            )
         if length + new - 1 > cache.max_length:
             raise ValueError(
                 f"prompts of {counted(length, 'token')}, padding included, with {new} new ones need a cache of "
@@ -297,21 +315,46 @@ class _Call:
         noise = torch.zeros(new, places, device=device)
         noise[:, : prompts.count] = choice.noise(new, prompts.count)
         state = dict(_caches(made, prompts.count, device))
-        return cls(cache, choice, params, whole, prompts.count, noise, state)
+        return cls(cache, choice, params, whole, prompts.count, made.prompt_slices, noise, state)
 
     def inputs(self, tokens: Tensor, count: int) -> Inputs:
         """Return the inputs of the program that generates `count` tokens after those before."""
-        done = tokens.shape[1] - self.prompts.length
-        first, *later = map(self._given, range(done, done + count))
-        read = torch.split(tokens[:, -1:] if done else tokens, self.cache.rows)
-        data = [m._replace(batch={**m.batch, "input_ids": x.contiguous()}) for m, x in zip(first, read, strict=True)]
-        return Inputs(self.params, [self.state], data, apart=True, later=later)
+        length, done = self.prompts.length, tokens.shape[1] - self.prompts.length
+        later = [self._given(length + token - 1, 1, token) for token in range(max(1, done), done + count)]
+        if done:
+            first, *later = later
+            first = self._with("input_ids", tokens[:, -1:], first)
+        else:
+            first, *slices = self._slices()
+            later = [*slices, *later]
+        return Inputs(self.params, [self.state], first, apart=True, later=later)
 
-    def _given(self, token: int) -> list[Microbatch]:
-        """Return what stages read for a token, by microbatch, but for the tokens before it."""
-        length, rows = self.prompts.length, self.cache.rows
-        batches = self.prompts.given(self.cache, length + token - 1 if token else 0, 1 if token else length)
-        targets = (self.choice.target(noise, self.noise.device) for noise in torch.split(self.noise[token], rows))
+    def _slices(self) -> Iterator[list[Microbatch]]:
+        """Yield what stages read of each slice of the prompts, by microbatch."""
+        prompts, start = self.prompts, 0
+        for number, tokens in enumerate(prompts.tokens.tensor_split(self.slices, dim=1)):
+            is_last, length = number + 1 == self.slices, tokens.shape[1]
+            data = self._with("input_ids", tokens, self._given(start, length, 0 if is_last else None))
+            # Ranks compare what the first slice has with each other, and with earlier prompts.
+            yield data if number or is_last else self._with("prompts", prompts.tokens, data)
+            start += length
+
+    def _with(self, name: str, tokens: Tensor, data: Sequence[Microbatch]) -> list[Microbatch]:
+        """Return microbatches with their rows of some tokens."""
+        rows = torch.split(tokens, self.cache.rows)
+        return [m._replace(batch={**m.batch, name: x.contiguous()}) for m, x in zip(data, rows, strict=True)]
+
+    def _given(self, start: int, count: int, token: int | None) -> list[Microbatch]:
+        """Return what stages read of some tokens from a place in the cache on, by microbatch, but for the tokens.
+
+        Args:
+            token: the number of the one that is chosen after them; None where none is.
+        """
+        batches = self.prompts.given(self.cache, start, count)
+        if token is None:
+            return [Microbatch(batch, {}) for batch in batches]
+        noises = torch.split(self.noise[token], self.cache.rows)
+        targets = (self.choice.target(noise, self.noise.device) for noise in noises)
         return list(map(Microbatch, batches, targets))
 
     def ended(self, tokens: Tensor) -> int | None:

@@ -353,18 +353,13 @@ class Calls:
 
         return call
 
-    def _prefill(self, e: fx.Prefill) -> Instruction:
-        return self._token(e.stage, e.microbatch, 0)
-
-    def _decode(self, e: fx.Decode) -> Instruction:
-        return self._token(e.stage, e.microbatch, e.token)
-
-    def _token(self, stage: int, m: int, token: int) -> Instruction:
-        """Run a stage for one more token of each prompt of a microbatch, with the cache of this microbatch."""
-        slots, last = self.slots, stage == self.plan.stages - 1
+    def _token(self, e: fx.Prefill | fx.Decode) -> Instruction:
+        """Run a stage for a slice of the prompts of a microbatch, or one more token of each, with its cache."""
+        stage, m, token = e.stage, e.microbatch, e.token
+        slots, last, chooses = self.slots, stage == self.plan.stages - 1, token + 1 >= self.plan.prefills
         forward, stateful = self.pieces.stages[stage].forward, self.pipeline.stages[stage].stateful
         sources = tuple((s, self.slot(fx.Hidden(s, m, token))) for s in self.plan.sources(stage))
-        before = self.slot(fx.Token(m, token - 1)) if token and not sources else None
+        before = self.slot(fx.Token(m, token - 1)) if token >= self.plan.prefills and not sources else None
         out = self.slot(fx.Token(m, token) if last else fx.Hidden(stage, m, token))
 
         def call() -> None:
@@ -377,7 +372,7 @@ class Calls:
                 step.state[stage][m] = state
             check_plain(outputs, self.rank, stage, m)
             slots[out] = outputs
-            if last:
+            if last and chooses:
                 step.results.outputs.setdefault(m, []).append(outputs.tree)
 
         return call
@@ -689,8 +684,8 @@ class Calls:
 
 FUNCTIONS: Functions = {
     fx.Forward: Calls._forward,
-    fx.Prefill: Calls._prefill,
-    fx.Decode: Calls._decode,
+    fx.Prefill: Calls._token,
+    fx.Decode: Calls._token,
     fx.Backward: Calls._backward,
     fx.BackwardInput: Calls._backward_input,
     fx.BackwardWeight: Calls._backward_weight,

@@ -144,7 +144,8 @@ class Inputs:
         state: likewise, of each replica that this process plays.
         data: batch and target of each microbatch, or of each slice of one, of all replicas that this process plays.
             Its numbers, those of `sizes` and of `first` and `total` count slices.
-        later: likewise for each token after the first that the program generates, without the tokens themselves.
+        later: likewise for each token after the first that the program generates, without the tokens themselves. The
+            slices of prompts after the first come before these.
         rows: rows of the whole batch, of all replicas; None where this process has no part of it.
         sizes: rows of each of these microbatches; by default those of a batch that is split.
         weighed: whether each loss is scaled by its share of the rows.

@@ -157,12 +157,15 @@ class _Step:
         return results
 
     def _tokens(self, m: int) -> list[Any]:
-        """Return the tokens that are generated for a microbatch, each after the one before it."""
-        outputs: list[Any] = []
-        for each in (self.inputs.data, *self.inputs.later):
-            data = following(each[m], outputs[-1]) if outputs else each[m]
+        """Return the tokens that are generated for a microbatch, each after the one before it.
+
+        They come after the slices of the prompts.
+        """
+        outputs, prefills = list[Any](), self.plan.prefills
+        for number, each in enumerate((self.inputs.data, *self.inputs.later)):
+            data = following(each[m], outputs[-1]) if number >= prefills else each[m]
             outputs.append(self._token(m, data))
-        return outputs
+        return outputs[prefills - 1 :]
 
     def _token(self, m: int, data: Microbatch) -> Any:
         outputs = dict[int, Any]()

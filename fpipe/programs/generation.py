@@ -16,7 +16,8 @@ def autoregressive(rank: int, plan: Plan, *, prompts: bool = True) -> Iterator[E
     """Generate `plan.tokens` tokens for each prompt; a microbatch is some prompts.
 
     Rank 0 takes a microbatch's next token when it arrives. Legal for every DAG and placement: no effect needs one that
-    comes later in the order of tokens, waves and microbatches.
+    comes later in the order of tokens, waves and microbatches. With `plan.prefills`, prompts go through the stages in
+    so many slices, and a rank begins when the first slice has passed the ranks before it.
 
     Args:
         prompts: begin with whole prompts; else with the last tokens of an earlier program.
@@ -25,8 +26,11 @@ def autoregressive(rank: int, plan: Plan, *, prompts: bool = True) -> Iterator[E
     >>> print(fpipe.draw(autoregressive, fpipe.Plan(fpipe.Placement.loop(2), microbatches=2, tokens=3)))
     rank 0  P0 P1 D0 D1 D0 D1
     rank 1  .  P0 P1 D0 D1 D0 D1
+    >>> print(fpipe.draw(autoregressive, fpipe.Plan(fpipe.Placement.loop(2), microbatches=2, tokens=3, prefills=2)))
+    rank 0  P0 P1 P0 P1 D0 D1
+    rank 1  .  P0 P1 P0 P1 D0 D1
     """
     runs = [(m + s, -m, s) for s in plan.stages_on(rank) for m in plan.microbatches_of(s, rank)]
     for token in range(plan.tokens):
         for _, m, s in sorted(runs):
-            yield Prefill(s, -m) if prompts and not token else Decode(s, -m, token)
+            yield (Prefill if prompts and token < plan.prefills else Decode)(s, -m, token)

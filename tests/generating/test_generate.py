@@ -41,6 +41,8 @@ from tests.support.generate_jobs import (
     killed,
     language,
     language_model,
+    of_several_lengths,
+    other_ends,
     other_prompts,
     signatures_sent,
     too_long_on_one,
@@ -92,6 +94,16 @@ def test_greedy_tokens_are_those_of_the_model(kind, eos):
         options = {"handler": handler, "max_new_tokens": 12, "eos_token_id": eos, "tokens_per_program": 5}
         found = fpipe.generate(pipeline, params, given, plan, **options)
         assert torch.equal(found, reference)
+
+
+@pytest.mark.parametrize("kind", AT)
+def test_prompts_in_slices_have_the_tokens_of_the_model(kind):
+    model, pipeline, params = language_of(kind)
+    given = prompts(4)
+    reference = model.generate(**given, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=[5])
+    plan = pipeline.plan(cut(pipeline, 2), 2)
+    options = {"handler": handlers.Local(), "max_new_tokens": 7, "eos_token_id": 5, "prompt_slices": 4}
+    assert torch.equal(fpipe.generate(pipeline, params, given, plan, **options), reference)
 
 
 @thorough
@@ -156,6 +168,33 @@ def test_tokens_are_the_same_on_every_plan_and_handler(options, eos, pools):
     if options.get("temperature"):
         other = tokens_of(2, 2, handlers.Local(), (7, 2), **options)
         assert not torch.equal(other, reference)
+
+
+@combined(slices=[2, 5], options=[{}, SAMPLED], eos=[(3, 4, 5), ()])
+def test_tokens_are_the_same_for_prompts_in_slices(slices, options, eos, pools):
+    rng = (7, 1) if options else None
+    options = {**options, "max_new_tokens": 8, "eos_token_id": eos, "tokens_per_program": 3}
+    whole, reference = (
+        tokens_of(2, 1, handlers.Reference(), rng, prompt_slices=each, **options) for each in (1, slices)
+    )
+    assert torch.equal(reference, whole)  # bits of logits may differ, and the likeliest token does not
+    for ranks in (2, 4):
+        assert torch.equal(tokens_of(2, ranks, handlers.Local(), rng, prompt_slices=slices, **options), reference)
+    for found in pools(2).run(language, 2, 2, rng, {**options, "prompt_slices": slices}):
+        assert torch.equal(found, reference)
+
+
+def test_prompts_of_several_lengths_may_have_equal_first_slices(pools):
+    longer = [*PROMPTS[:-1], [13, 2, 2, 8, 1, 5]]
+    expected = [reference_tokens(each, prompt_slices=2) for each in (PROMPTS, longer, PROMPTS)]
+    for found in pools(2).run(of_several_lengths, [PROMPTS, longer, PROMPTS]):
+        assert all(map(torch.equal, found, expected))
+
+
+def reference_tokens(given, **options):
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 1), 4)
+    return fpipe.generate(pipeline, params, given, plan, handler=handlers.Reference(), max_new_tokens=4, **options)
 
 
 def test_padding_without_a_mask_is_the_pad_token():
@@ -250,6 +289,8 @@ def refusal(pipeline=None, given=PROMPTS, plan=None, **options):
         ({"rng": 3}, r"rng must be \(seed, step\)"),
         ({"max_new_tokens": 0}, "max_new_tokens and tokens_per_program are whole numbers"),
         ({"max_new_tokens": 40}, "prompts of 5 tokens, padding included, with 40 new ones need a cache of 44"),
+        ({"prompt_slices": 0}, "prompt_slices must be a whole number of at least 1, not 0"),
+        ({"prompt_slices": 6}, "prompts of 5 tokens can't be cut into 6 slices"),
         ({"given": [[1] * 22]}, "need a cache of 25, and max_length is 24"),
         ({"given": [[1]] * 9}, "there are 9 prompts, and 4 microbatches of 2 hold 8: make a plan of 5 microbatches"),
         ({"given": [[1], []]}, "prompts are a tokenizer's mapping"),
@@ -278,7 +319,7 @@ def test_a_plan_that_does_not_fit_is_named():
     pipeline, _ = language_model(2)
     assert "copies on ranks (0, 1)" in refusal(plan=pipeline.plan(Placement([0, 1, 0, (0, 1)]), 4))
     assert "2 replicas, and each would generate by itself" in refusal(plan=pipeline.plan(cut(pipeline, 2), 4, 2))
-    assert "into 2 slices, and prompts are not cut" in refusal(
+    assert "make a plan without slices; prompt_slices=2 cuts the prompts" in refusal(
         plan=replace(pipeline.plan(cut(pipeline, 2), 4), slices=2)
     )
     assert "edges are not the pipeline's" in refusal(plan=fpipe.Plan(Placement.loop(2), 4))
@@ -351,6 +392,12 @@ def test_a_rank_that_is_killed_is_named(victim, fresh_pool):
 
 def test_ranks_with_other_prompts_are_refused(pools):
     for error, text, _ in pools(2).run(other_prompts):
+        assert error == "StageError"
+        assert "rank 0 and rank 1 were given different batches" in text
+
+
+def test_ranks_with_other_ends_of_prompts_in_slices_are_refused(pools):
+    for error, text, _ in pools(2).run(other_ends):
         assert error == "StageError"
         assert "rank 0 and rank 1 were given different batches" in text
 

@@ -32,24 +32,30 @@ def test_the_first_rank_takes_a_token_when_it_arrives():
         "rank 1  .  D0 D1 .  D0 D1",
         "rank 2  .  .  D0 D1 .  D0 D1",
     ]
+    drawn = fpipe.draw(autoregressive, Plan(Placement.loop(3), 1, tokens=4, prefills=3))
+    assert drawn.splitlines() == [
+        "rank 0  P0 P0 P0 .  .  D0",
+        "rank 1  .  P0 P0 P0 .  .  D0",
+        "rank 2  .  .  P0 P0 P0 .  .  D0",
+    ]
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 8), tokens=st.integers(1, 5))
-def test_all_ranks_are_at_work_where_there_are_as_many_microbatches(ranks, microbatches, tokens):
-    timeline = fpipe.simulate(
-        autoregressive, Plan(Placement.loop(ranks), microbatches, tokens=tokens), Costs(forward=2)
-    )
-    assert timeline.makespan == 2 * ((tokens - 1) * max(ranks, microbatches) + microbatches + ranks - 1)
-    assert set(timeline.busy) == {2 * tokens * microbatches}
+@given(ranks=st.integers(1, 6), microbatches=st.integers(1, 8), tokens=st.integers(1, 5), prefills=st.integers(1, 4))
+def test_all_ranks_are_at_work_where_there_are_as_many_microbatches(ranks, microbatches, tokens, prefills):
+    """A token waits for the one before it, a slice of prompts does not."""
+    plan = Plan(Placement.loop(ranks), microbatches, tokens=prefills - 1 + tokens, prefills=prefills)
+    timeline = fpipe.simulate(autoregressive, plan, Costs(forward=2))
+    assert timeline.makespan == 2 * ((tokens - 1) * max(ranks, microbatches) + prefills * microbatches + ranks - 1)
+    assert set(timeline.busy) == {2 * plan.tokens * microbatches}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_programs_are_right_under_every_transport(placement, transport):
-    for microbatches, tokens, prompts in [(1, 1, True), (3, 4, True), (5, 2, False)]:
-        plan = Plan(placement, microbatches, tokens=tokens)
-        fpipe.verify(partial(autoregressive, prompts=prompts), plan, transport=transport)
+    for microbatches, tokens, prefills in [(1, 1, 1), (3, 4, 1), (5, 2, 0), (1, 3, 3), (2, 5, 3)]:
+        plan = Plan(placement, microbatches, tokens=tokens, prefills=max(1, prefills))
+        fpipe.verify(partial(autoregressive, prompts=prefills > 0), plan, transport=transport)
 
 
 def test_skips_go_to_each_reader_for_each_token():
@@ -82,9 +88,22 @@ def is_right(programs):
     return True
 
 
+def test_a_slice_of_prompts_comes_after_the_one_before_it():
+    plan = Plan(Placement.loop(2), 1, tokens=2, prefills=2)
+
+    def schedule(rank, plan):
+        yield from reversed([*autoregressive(rank, plan)])
+
+    with pytest.raises(ScheduleError, match=r"rank 0 waits at Prefill\(stage=0, microbatch=0, token=1\) for Cached"):
+        fpipe.verify(schedule, plan)
+    sent = [e.value for e in fpipe.lower(autoregressive, plan)[1] if isinstance(e, Send)]
+    assert sent == []  # nothing comes after the first token, number 1
+
+
+@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, tokens=4, prefills=2)], ids=["whole", "slices"])
 @pytest.mark.parametrize("change", ["left out", "doubled", "swapped"])
-def test_every_wrong_program_is_refused(change):
-    programs, right = fpipe.lower(autoregressive, PLAN), []
+def test_every_wrong_program_is_refused(change, plan):
+    programs, right = fpipe.lower(autoregressive, plan), []
     for rank, program in programs.items():
         for at in range(len(program) - (change == "swapped")):
             other = replace(program, effects=changed(program.effects, at, change))
@@ -133,4 +152,6 @@ def test_a_plan_of_training_has_no_further_tokens():
         fpipe.verify(lambda rank, plan: [Decode(rank, 0, 1)], Plan(Placement.loop(2), 1))
     with pytest.raises(ScheduleError, match="tokens must be a whole number of at least 1, not 0"):
         Plan(Placement.loop(2), 1, tokens=0)
+    with pytest.raises(ScheduleError, match="prompts of 3 slices and at least one token need tokens=3, not 2"):
+        Plan(Placement.loop(2), 1, tokens=2, prefills=3)
     assert plan_of(fpipe.lower(autoregressive, PLAN)).tokens == 3

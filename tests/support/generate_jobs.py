@@ -75,6 +75,15 @@ def language(rank, rows, ranks, rng, options):
     return generated(rank, *language_model(rows), ranks, PROMPTS, rng, options, runs=3)
 
 
+def of_several_lengths(rank, prompts):
+    """The tokens of several prompts, one after the other, in two slices."""
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 2), 4)
+    run = fpipe.generator(pipeline, plan, handler=handler(), max_new_tokens=4, prompt_slices=2)
+    own = pipeline.params_on(params, plan, handler())
+    return [run(own, each) for each in prompts]
+
+
 def signatures_sent(rank, tokens):
     """How often a rank has sent a signature in a call, and in the next one; and the tokens of both."""
     pipeline, params = language_model(2)
@@ -149,6 +158,11 @@ def after_an_error(pipeline, params, prompts, **options):
 def other_prompts(rank):
     """Rank 1 is called with other prompts than rank 0."""
     return after_an_error(*language_model(2), [[rank + 4, *prompt[1:]] for prompt in PROMPTS])
+
+
+def other_ends(rank):
+    """Rank 1 is called with other last tokens, in prompts of two slices."""
+    return after_an_error(*language_model(2), [[*prompt[:-1], rank + 4] for prompt in PROMPTS], prompt_slices=2)
 
 
 def too_long_on_one(rank):

@@ -8,7 +8,7 @@ Invariants:
   equal microbatches of that step agreed on it, it never travels again, else in each step: the value's sizes depend on
   data. Both ends see the same signatures, and so decide alike;
 - of the values of several tokens, the signatures of the first two of a microbatch travel, of the prompts and of one
-  token: the later ones have the second one's;
+  token: the later ones have the second one's. Each slice of the prompts has its own;
 - a receive is posted where the program has it once the signatures of its value, and of those ahead of it on its edge,
   are known; else when the value is first used;
 - a leading value (fpipe/programs/leading.py) has a head: a number before it on its edge. If it was sent before the
@@ -150,6 +150,7 @@ class Channels:
         receipts: for each value received, how many of this rank's sends to its sender are then complete.
         stateful: some stage has state, or carries, so that values of a microbatch depend on those before it.
         slices: of each microbatch.
+        prefills: slices of the prompts of each.
         leading: the values that may travel before the handshake is over, with their edges.
         replicas: gathers and scatters, where there are replicas.
         digest: returns what every replica must have alike in this step, with values of params or without.
@@ -174,6 +175,7 @@ class Channels:
         receipts: Mapping[fx.Value, int],
         stateful: bool = False,
         slices: int = 1,
+        prefills: int = 1,
         replicas: Callable[[Callable[[], None]], ReplicaChannels] | None = None,
         leading: Collection[tuple[fx.Value, tuple[int, int]]] = (),
     ) -> None:
@@ -184,7 +186,7 @@ class Channels:
         self.has_compared_values = False
         self.agreed: Callable[[], None] = _nothing
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
-        self.stateful, self.slices, self.leading = stateful, slices, leading
+        self.stateful, self.slices, self.prefills, self.leading = stateful, slices, prefills, leading
         self.step, self.leads, self.has_heads = 0, False, False
         handshake.steps.learners[handshake.program], handshake.before_exchange = self, self._begin_exchange
         self.forget()
@@ -213,7 +215,7 @@ class Channels:
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload."""
-        sent, (at, key, is_later) = self.sent[target], _place(value, target, self.slices)
+        sent, (at, key, is_later) = self.sent[target], self._place(value, target)
         process, leads = self.process(target), (value, (source, target)) in self.leading
         sent.leading += leads
 
@@ -255,7 +257,7 @@ class Channels:
     ) -> tuple[Callable[[], None], Callable[[], Payload]]:
         """Return two functions: one posts the value's receive, the other waits for it where `by` needs it."""
         purpose = f"waiting for {value} from rank {source}, which {by} needs"
-        route = RecvRoute(*_place(value, source, self.slices), (value, (source, target)) in self.leading)
+        route = RecvRoute(*self._place(value, source), (value, (source, target)) in self.leading)
         receipt, sent = self.receipts.get(value, 0), self.sent[source]
         self.receives[value, source] = route
         process = self.process(source)
@@ -485,7 +487,7 @@ class Channels:
         except TypeError as error:
             raise self._error(value, f"its output can't be sent: {error}") from error
         self.signatures.append((target, self.connections.send_bytes(text, self.process(target))))
-        at, key, _ = _place(value, target, self.slices)
+        at, key, _ = self._place(value, target)
         return self._share(self.codecs[at].sent, key, signature)
 
     def _receive_signature(self, source: int, purpose: str) -> None:
@@ -518,22 +520,21 @@ class Channels:
                 leaves[i] = spec._replace(requires_grad=False, strides=None, cut=None)
         return Signature(None, tuple(leaves), tuple(optional))
 
+    def _place(self, value: fx.Value, rank: int) -> tuple[int, tuple[fx.Value, int], bool]:
+        """Return the places of a value's codec: the number of its slice, -1 if it has no microbatch, and the key there.
+
+        The third is whether the codec is that of an earlier token.
+        """
+        m: int = getattr(value, "microbatch", -1)
+        if m < 0:
+            return m, (value, rank), False
+        token = getattr(value, "token", 0)
+        first: dict[str, Any] = {"microbatch": 0} | ({"token": self.prefills} if token > self.prefills else {})
+        return m * self.slices + slice_of(value), (replace(value, **first), rank), token > self.prefills
+
     def _error(self, value: fx.Value, message: str) -> StageError:
         places = {field: getattr(value, field, None) for field in ("stage", "microbatch")}
         return StageError(message, rank=self.connections.grid.rank, **places)
-
-
-def _place(value: fx.Value, rank: int, slices: int) -> tuple[int, tuple[fx.Value, int], bool]:
-    """Return the places of a value's codec: the number of its slice, -1 if it has no microbatch, and the key there.
-
-    The third is whether the codec is that of an earlier token.
-    """
-    m: int = getattr(value, "microbatch", -1)
-    if m < 0:
-        return m, (value, rank), False
-    token = getattr(value, "token", 0)
-    first: dict[str, Any] = {"microbatch": 0} | ({"token": 1} if token > 1 else {})
-    return m * slices + slice_of(value), (replace(value, **first), rank), token > 1
 
 
 def _head(program: int = NOT_EARLY) -> torch.Tensor:

@@ -234,6 +234,7 @@ class Distributed:
             send_completions(programs, self.rank),
             plan.slices > 1 or any(stage.stateful for stage in pieces.pipeline.stages),
             plan.slices,
+            plan.prefills,
             None if self.mesh is None else partial(ReplicaChannels, connections, self.mesh, *options_of_replicas),
             frozenset() if connections.device.asynchronous else leading(programs),
         )

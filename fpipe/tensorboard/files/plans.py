@@ -44,6 +44,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "trained": None if plan.trained is None else sorted(plan.trained),
         "slices": plan.slices,
         "tokens": plan.tokens,
+        "prefills": plan.prefills,
     }
     _check_size(content)
     return content
@@ -86,6 +87,7 @@ def _plan(content: Mapping[str, Any]) -> Plan:
         None if content.get("trained") is None else frozenset(map(int, content["trained"])),
         content.get("slices", 1),
         content.get("tokens", 1),
+        content.get("prefills", 1),
     )
 
 
