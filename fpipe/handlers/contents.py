@@ -37,6 +37,7 @@ def settings(inputs: Inputs) -> dict[str, object]:
         "loss_scale=": inputs.loss_scale is not None,
         "max_norm=": inputs.max_norm,
         "check_finite=": inputs.check_finite,
+        "post_validate=": inputs.post_validate,
     }
     return {name: setting for name, setting in each.items() if setting}
 

@@ -19,7 +19,7 @@ from fpipe.handlers.alike import StagePeers, descriptions, layouts_of
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients
-from fpipe.handlers.protocol import Departure, Inputs, PeerLost, Results, StepRejected
+from fpipe.handlers.protocol import BegunAgain, Departure, Inputs, PeerLost, Results, StepRejected
 from fpipe.stages.pytree import paths_of, short, summary
 from fpipe.stages.sharding import Placed, is_dtensor, local, locals_of, processes_beside
 from fpipe.stages.stage import Batch
@@ -193,7 +193,7 @@ class Executor:
             effect = self.calls.computes.get(self.at)
             place = {"stage": getattr(effect, "stage", None), "microbatch": getattr(effect, "microbatch", None)}
             raise uncapturable(error, rank=self.rank, **place) from error
-        except (PeerLost, StepRejected, TransportError):  # of another replica, whose weights scale the loss
+        except (PeerLost, StepRejected, BegunAgain, TransportError):  # of another replica, whose weights scale the loss
             raise
         except Exception as error:  # a stage is the user's, and may raise anything
             if self.at not in self.calls.computes:

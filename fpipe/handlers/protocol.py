@@ -109,7 +109,7 @@ class Observer:
         """A step has completed without an error."""
 
     def begin(self, rank: int, effect: Effect) -> None:
-        """An effect begins; every value that it needs has arrived."""
+        """An effect begins; every value that it needs has arrived. A step may begin again, with its first effect."""
 
     def end(self, rank: int, effect: Effect) -> None:
         """An effect has ended."""
@@ -119,6 +119,18 @@ class Observer:
 
     def arrive(self, rank: int, value: Value) -> None:
         """That value has arrived."""
+
+
+class BegunAgain(Exception):
+    """All ranks begin the running step again, with other inputs; nothing of it counts so far.
+
+    Args:
+        changes: of the inputs.
+    """
+
+    def __init__(self, changes: Mapping[str, Any]) -> None:
+        super().__init__("the step begins again")
+        self.changes = changes
 
 
 class Updates(Protocol):
@@ -157,10 +169,15 @@ class Inputs:
         loss_scale: multiplies the loss's cotangents, and divides the gradients; None for 1.
         max_norm: to which the caller clips the gradients; the same on every rank. None where it does not.
         check_finite: what the caller does where loss or gradients are not finite, likewise; None for nothing.
+        post_validate: whether the caller updates before the norm is known, likewise.
         slices: of each microbatch.
         lengths: the share that each slice has of the sequences of its microbatch; where a process has no part of them,
             they are equal.
         update: the meaning of `Update`; None where the caller updates nothing, or at the end.
+        share: returns the numbers that this rank tells the others as it ends the step, as many on each, from its
+            gradients; None for nothing.
+        renew: is asked once all ranks have begun the step. It returns other params and state, by name, with which they
+            begin it again, where these are not the right ones; on all ranks, or on none. None where they are right.
     """
 
     params: Mapping[int, Any]
@@ -177,9 +194,12 @@ class Inputs:
     loss_scale: Tensor | None = None
     max_norm: float | Literal["a tensor"] | None = None
     check_finite: Literal["raise", "skip"] | None = None
+    post_validate: bool = False
     slices: int = 1
     lengths: Sequence[float] | None = None
     update: Updates | None = None
+    share: Callable[[Mapping[int, Any]], Sequence[int]] | None = None
+    renew: Callable[[], Mapping[str, Any] | None] | None = None
     later: Sequence[Sequence[Microbatch]] = ()
 
     def __post_init__(self) -> None:
@@ -238,6 +258,7 @@ class Results:
         data_gradients: (stage, microbatch counted over all replicas) -> the gradients of what the stage read of the
             microbatch, by the path of the leaf in `(batch, target)`, where they are differentiated: those of this
             process's stages, and of others that read the same leaves.
+        shares: waits for the numbers of `Inputs.share`, and returns those of each rank; None where there are none.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)
@@ -247,6 +268,7 @@ class Results:
     state: list[dict[int, Any]] = field(default_factory=lambda: [{}])
     differentiable: bool = False
     data_gradients: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict)
+    shares: Callable[[], list[list[int]]] | None = None
 
     def refuse_constant_loss(self) -> None:
         """Raise StageError if no loss requires a gradient; for steps that differentiate, once all losses are known."""

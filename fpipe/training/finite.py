@@ -16,7 +16,7 @@ from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten, paths_of, short
 from fpipe.stages.sharding import local
-from fpipe.training.norms import HINT, PURPOSE, squares, squares_everywhere, sum_of_squares
+from fpipe.training.norms import HINT, PURPOSE, SharedSquares, squares, sum_of_squares
 
 Owner = int | Argument
 """A stage's number, "batch" or "target": whose gradients they are."""
@@ -54,7 +54,8 @@ def raise_if_not_finite(
         data_gradients: those of the batch and the target, as the step returns them, beside `grads`.
     """
     if sums is None and grads is not None:
-        sums = squares_everywhere(lambda: _sums(grads, data_gradients, plan, handler), handler)
+        shared = SharedSquares(lambda own: _sums(own, data_gradients, plan, handler))
+        sums = shared.everywhere(grads, handler)
     each = torch.stack([loss.detach() for _, loss in sorted(losses.items())])
     parts = [each.to(torch.float64), *([] if sums is None else [sums.to(each.device)])]
     finite = torch.cat(parts).isfinite().tolist()

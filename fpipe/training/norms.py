@@ -13,6 +13,7 @@ another dimension of the mesh, as of tensor parallelism, over which the sums are
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -69,11 +70,11 @@ def global_norm(grads: Mapping[int, Any], plan: Plan, *, handler: Handler, by_ro
     tensor(5., dtype=torch.float64)
     """
 
-    def checked() -> Tensor:
+    def own(grads: Mapping[int, Any]) -> Tensor:
         _refuse_duals(grads)
         return squares(grads, plan, handler, by_row=by_row)
 
-    return squares_everywhere(checked, handler).sum(0).sqrt()
+    return SharedSquares(own).everywhere(grads, handler).sum(0).sqrt()
 
 
 @checked("grads", "max_norm", "plan")
@@ -96,19 +97,21 @@ def clip_by_global_norm(
     ({0: tensor([0.6000]), 1: tensor([0.8000])}, tensor(5., dtype=torch.float64))
     """
 
-    def checked() -> Tensor:
-        check_limit(max_norm)
+    def own(grads: Mapping[int, Any]) -> Tensor:
         _refuse_duals(grads)
         return squares(grads, plan, handler)
 
-    norm = squares_everywhere(checked, handler, max_norm).sum(0).sqrt()
+    norm = SharedSquares(own, max_norm).everywhere(grads, handler).sum(0).sqrt()
     return clipped(grads, max_norm, norm), norm
 
 
 def clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) -> dict[int, Any]:
     """Return the gradients, whose norm is `norm`, scaled to one of at most `max_norm`."""
-    max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
-    scale = (max_norm / (norm + EPSILON)).clamp(max=1.0)
+    return multiplied(grads, clipping(max_norm, norm))
+
+
+def multiplied(grads: Mapping[int, Any], scale: Tensor) -> dict[int, Any]:
+    """Return the gradients times a number, in their dtypes."""
     whole, spec = flatten(dict(grads))
     leaves = [local(leaf) for leaf in whole]
     devices = defaultdict[Any, list[int]](list)
@@ -119,6 +122,12 @@ def clipped(grads: Mapping[int, Any], max_norm: float | Tensor, norm: Tensor) ->
         for i, leaf in zip(here, scaled, strict=True):
             leaves[i] = wrap(leaf.to(whole[i].dtype), whole[i])  # of a tensor without dimensions the product is float64
     return spec.unflatten(leaves)  # type: ignore[return-value]
+
+
+def clipping(max_norm: float | Tensor, norm: Tensor) -> Tensor:
+    """Return the factor of gradients whose norm is `norm`; 1 where they stay as they are."""
+    max_norm = max_norm.detach() if isinstance(max_norm, Tensor) else max_norm
+    return (max_norm / (norm + EPSILON)).clamp(max=1.0)
 
 
 def check_limit(max_norm: Any) -> None:
@@ -249,38 +258,73 @@ def _real(leaf: Tensor) -> Tensor:
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
-def squares_everywhere(
-    sums: Callable[[], Tensor],
-    handler: Handler,
-    max_norm: float | Tensor | None = None,
-    loss_scale: Tensor | None = None,
-) -> Tensor:
-    """Return each stage's sum of squares, of all ranks, from that of the ranks of this process.
+class SharedSquares:
+    """The sums of squares that the ranks tell each other, as whole numbers: the bits of float64.
 
     Args:
+        squares: returns each stage's sum, or those of its rows, for the gradients of this rank.
         max_norm: to which all ranks clip.
         loss_scale: of the step, the same on every rank.
-
-    Raises:
-        TransportError: the ranks have other plans or loss scales, or clip to other norms.
     """
-    if handler.peers is None:
-        return sums()
-    handler.check()  # a rank whose step has failed does not come here
-    group = handler.peers.new_group(PURPOSE, hint=HINT)
 
-    def share(part: Tensor) -> tuple[Any, ...]:
-        return part.tolist(), *(None if number is None else float(number) for number in (max_norm, loss_scale))
+    def __init__(
+        self,
+        squares: Callable[[Mapping[int, Any]], Tensor],
+        max_norm: float | Tensor | None = None,
+        loss_scale: Tensor | None = None,
+    ) -> None:
+        self._squares, self._options = squares, {"max_norm": max_norm, "loss_scale": loss_scale}
 
-    part, answers = group.agree(sums, "global_norm", share)
-    shares, *options = zip(*answers, strict=True)
-    for name, numbers in zip(("max_norm", "loss_scale"), options, strict=True):
-        if others := [rank for rank, number in enumerate(numbers) if number != numbers[0]]:
-            raise TransportError(
-                f"{name} is {numbers[0]} on rank 0 and {numbers[others[0]]} on rank {others[0]}: every rank passes the "
-                "same"
-            )
-    if len(counts := {len(share) for share in shares}) > 1:
-        raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
-    total = functools.reduce(torch.add, torch.tensor(shares, dtype=torch.float64).unbind())  # 0 where it isn't held
-    return total.to(part.device)
+    def own(self, gradients: Mapping[int, Any]) -> Tensor:
+        """Return each stage's sum in this process."""
+        if (max_norm := self._options["max_norm"]) is not None:
+            check_limit(max_norm)
+        return self._squares(gradients)
+
+    def __call__(self, gradients: Mapping[int, Any]) -> list[int]:
+        """Return the numbers of this rank."""
+        self._part = part = self.own(gradients)
+        options = [math.nan if option is None else float(option) for option in self._options.values()]
+        numbers = torch.tensor([*options, *part.flatten().tolist()], dtype=torch.float64)
+        return numbers.view(torch.int64).tolist()
+
+    def everywhere(
+        self, gradients: Mapping[int, Any], handler: Handler, told: Callable[[], list[list[int]]] | None = None
+    ) -> Tensor:
+        """Return each stage's sum over all ranks, which all call it.
+
+        Args:
+            told: waits for the numbers of each rank, where they are under way, and returns them.
+
+        Raises:
+            TransportError: as `total`, or a rank did not come.
+        """
+        if told is not None:
+            return self.total(told())
+        if handler.peers is None:
+            return self.own(gradients)
+        handler.check()  # a rank whose step has failed does not come here
+        _, rows = handler.peers.new_group(PURPOSE, hint=HINT).agree(lambda: self(gradients), "global_norm")
+        return self.total(rows)
+
+    def total(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Return each stage's sum over all ranks, where the gradients of this one are.
+
+        Args:
+            rows: the numbers of each rank.
+
+        Raises:
+            TransportError: the ranks have other plans or loss scales, or clip to other norms.
+        """
+        count = len(self._options)
+        if len(counts := {len(row) - count for row in rows}) > 1:
+            raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
+        every = torch.tensor(rows).view(torch.float64)
+        for at, name in enumerate(self._options):
+            if others := [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]:
+                one, other = (None if math.isnan(x) else x for x in every[[0, others[0]], at].tolist())
+                raise TransportError(
+                    f"{name} is {one} on rank 0 and {other} on rank {others[0]}: every rank passes the same"
+                )
+        total = functools.reduce(torch.add, every[:, count:].unbind())  # 0 where it isn't held
+        return total.reshape(self._part.shape).to(self._part.device)

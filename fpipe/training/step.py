@@ -18,7 +18,7 @@ from fpipe.errors import StageError
 from fpipe.errors.tracebacks import fold_tracebacks, warn
 from fpipe.handlers.captured import Captured
 from fpipe.handlers.captured_pieces import CapturedPieces
-from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run, Updates
+from fpipe.handlers.protocol import Alone, Handler, Inputs, Observer, Outcome, Replays, Results, Run
 from fpipe.profiling.observers import observing, watches_effects
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residuals import moves
@@ -44,6 +44,7 @@ class Computed(NamedTuple):
         output: of all microbatches merged: aux, or evaluate's output.
         rows: of the whole batch.
         data_gradients: of the batch and of the target, as far as they are asked for.
+        shares: see `Results`.
     """
 
     loss: Tensor | None
@@ -53,6 +54,7 @@ class Computed(NamedTuple):
     state: State
     rows: int | None
     data_gradients: dict[Argument, Any]
+    shares: Callable[[], list[list[int]]] | None = None
 
     @property
     def outcome(self) -> Outcome:
@@ -172,22 +174,22 @@ class Step:
         state: State | None,
         rng: Rng | None,
         loss_scale: LossScale | None,
-        update: Updates | None = None,
+        **more: Any,
     ) -> Computed:
-        """Run the programs as they are."""
+        """Run the programs as they are; with more of `Inputs`."""
         self.notices.on_step_begin()
         inputs = self.spec.inputs(params, batch, target, state, rng, loss_scale=loss_scale)
         if self.pieces is not None and isinstance(inputs.rng, tuple):
             inputs = replace(inputs, rng=self.pieces.seed.seeder(inputs.rng))
-        inputs = inputs if update is None else replace(inputs, update=update)
+        inputs = replace(inputs, **more) if more else inputs
         computed = _compute(self.spec, self.checked_run, inputs)
         self.notices.on_step_end(computed.outcome)
         return computed
 
-    def compute_on_all(self, *arguments: Any) -> Computed:
+    def compute_on_all(self, *arguments: Any, **more: Any) -> Computed:
         """Run the programs as they are, and wait until every rank has: a rank that fails is a failure of all."""
         with self.replays.step():
-            computed = self.compute(*arguments)
+            computed = self.compute(*arguments, **more)
             if self.handler.peers is not None:
                 self.handler.check()
         return computed
@@ -284,7 +286,8 @@ def _compute(spec: StepSpec, run: Run, inputs: Inputs) -> Computed:
     loss = spec.total(results.losses) if spec.loss else None
     state = results.state if len(spec.replicas.here) > 1 else results.state[0]
     data_gradients = spec.data_gradients(inputs, results)
-    return Computed(loss, results.losses, results.output, results.gradients, state, inputs.rows, data_gradients)
+    computed = Computed(loss, results.losses, results.output, results.gradients, state, inputs.rows, data_gradients)
+    return computed._replace(shares=results.shares)
 
 
 def check_capture(handler: Handler, observer: Observer | None, compile: bool | str, capture: Capture) -> None:  # noqa: A002

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fpipe
 from fpipe import Pipeline, Placement, Precision, handlers, interop
 from fpipe.stages.sharding import local
-from fpipe.training.norms import squares_everywhere
+from fpipe.training.norms import SharedSquares
 from tests.support import cases, replica_jobs
 from tests.support.jobs import differences, expected_on, handler
 from tests.support.shards import whole
@@ -145,7 +145,7 @@ def disagree(rank):
     captured = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), capture=True)
     losses = [captured(params, batch, target, loss_scale=fpipe.LossScale(2.0 + i * rank))[0] for i in (0, 0, 0, 1, 0)]
     try:  # where the host does not read the loss, this is what compares them
-        squares_everywhere(lambda: torch.zeros(2), handler(), loss_scale=torch.tensor(2.0 + rank))
+        SharedSquares(lambda _: torch.zeros(2), None, torch.tensor(2.0 + rank)).everywhere({}, handler())
     except fpipe.TransportError as error:
         texts.append(str(error))
     loss, _ = run(params, batch, target)

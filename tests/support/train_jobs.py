@@ -23,10 +23,15 @@ OPTIMIZERS = {
 }
 
 
-def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm):
+def train(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm, **options):
     """Steps of `train_step` on this rank against its parts: where the results differ."""
     case, generator, plan = cases.make(name, schedule, ranks, microbatches, cases.rows(microbatches))
-    return compare(sharing(handler(), name), case, generator, plan, rank, optimizer, donate, max_norm)
+    return compare(sharing(handler(), name), case, generator, plan, rank, optimizer, donate, max_norm, **options)
+
+
+def train_early(*arguments):
+    """The same, with updates before the norm is known."""
+    return train(*arguments, post_validate=True)
 
 
 def train_captured(rank, name, schedule, microbatches, ranks, optimizer, donate, max_norm=None):

@@ -15,8 +15,13 @@ from tests.support.jobs import differences
 from tests.support.sharing import sharing
 
 
-def possible(name, schedule, m, handler, **_):
-    """As for gradients: an even number of microbatches where a model runs both ways, and no copies of a state."""
+def possible(name, schedule, m, handler, max_norm, early, **_):
+    """As for gradients: an even number of microbatches where a model runs both ways, and no copies of a state.
+
+    Updates come before a norm only where there is one.
+    """
+    if early and max_norm is None:
+        return False
     fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name not in ("modules", "recurrent"))
     fits = fits and (name not in cases.SLICED or schedule in cases.TAKE_SLICES)
     return fits and (handler != "reference" or schedule == "gpipe")
@@ -29,17 +34,20 @@ def possible(name, schedule, m, handler, **_):
     handler=("reference", "local", "gloo"),
     optimizer=train_jobs.OPTIMIZERS,
     donate=(False, True),
-    max_norm=(None, 0.1),
+    max_norm=(None, 0.1, 1e9),
+    early=(False, True),
     where=possible,
 )
-def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate, max_norm):
+def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate, max_norm, early):
     if handler == "gloo":
-        found = pools(2).run(train_jobs.train, name, schedule, m, 2, optimizer, donate, max_norm)
+        job = train_jobs.train_early if early else train_jobs.train
+        found = pools(2).run(job, name, schedule, m, 2, optimizer, donate, max_norm)
         assert found == [[], []]
         return
     case, generator, plan = cases.make(name, schedule, 2, m, cases.rows(m))
     own = handlers.Reference() if handler == "reference" else sharing(handlers.Local(), name)
-    assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm) == []
+    options = {"post_validate": True} if early else {}
+    assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm, **options) == []
 
 
 @pytest.mark.parametrize("donate", [False, True])

@@ -16,7 +16,9 @@ Invariants:
   have come to another one. Otherwise it is 0. In a graph, and on GPUs, where hosts would wait for them, there are none;
 - before a rank exchanges signatures with all others, it sends the next head on each edge, for which others may wait;
 - a rank leads where its own arguments have the signatures of the step before. Until the handshake is over it sends and
-  receives leading values; it waits for the handshake before anything else travels.
+  receives leading values; it waits for the handshake before anything else travels;
+- where the inputs of a step turn out to be wrong once all ranks have begun it, every rank begins it again: on each edge
+  with leading values a head says that those before it don't count, and its receiver drops them.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake, Names
 from fpipe.handlers.distributed.replicas import ReplicaChannels
 from fpipe.handlers.distributed.signature import Signature, TensorSpec, decode, encode, same, signature_of
 from fpipe.handlers.distributed.wire import Payload, PayloadCodec
-from fpipe.handlers.protocol import Inputs
+from fpipe.handlers.protocol import BegunAgain, Inputs
 from fpipe.tables import slice_of
 
 NOT_EARLY = 0  # the head of a value that was sent after the handshake; numbers of programs are at least 1
+AGAIN = -1  # a head without a value: nothing before it counts in this step
 
 
 def _nothing() -> None:
@@ -163,7 +166,10 @@ class Channels:
             Until the handshake is over, those of the step before.
         codecs_before: those of the step before.
         has_heads: leading values have heads in the running step.
+        renew: see `Inputs`, of the running step.
         leads: they may travel now.
+        void: sends that don't count in the running step, with their ranks.
+        taken_back: the ranks that have said so of theirs, until this one has dropped them.
         step: the number of the running step, among those of this program.
         learned: that of the last step that has learned something, among all steps of the handler.
     """
@@ -188,12 +194,15 @@ class Channels:
         self.receives: dict[tuple[fx.Value, int], RecvRoute] = {}
         self.stateful, self.slices, self.prefills, self.leading = stateful, slices, prefills, leading
         self.step, self.leads, self.has_heads = 0, False, False
+        self.renew: Callable[[], Mapping[str, Any] | None] = _nothing
         handshake.steps.learners[handshake.program], handshake.before_exchange = self, self._begin_exchange
         self.forget()
         self.sent: defaultdict[int, _Sent] = defaultdict(_Sent)
         self.unposted: defaultdict[int, deque[RecvRoute]] = defaultdict(deque)
         self.early: list[RecvRoute] | None = []
         self.signatures: list[tuple[int, InFlight]] = []
+        self.void: list[tuple[int, InFlight]] = []
+        self.taken_back: set[int] = set()
 
     def forget(self) -> None:
         """Forget all signatures."""
@@ -291,6 +300,7 @@ class Channels:
         """Begin the handshake of a step; does not wait."""
         self._clear()
         steps, self.codecs_before = self.handshake.steps, self.codecs
+        self.renew = inputs.renew or _nothing
         self.has_heads = bool(self.leading) and not is_capturing()
         may_lead = self.has_heads and bool(self.names) and steps.follows_a_result
         self.leads = self.handshake.begin(inputs, has_loss, may_lead)
@@ -307,7 +317,11 @@ class Channels:
             self.replicas.release(stage, step)
 
     def agree(self) -> None:
-        """Wait for the handshake; only the first call of a step does anything."""
+        """Wait for the handshake; only the first call of a step does anything.
+
+        Raises:
+            BegunAgain: all ranks begin the step again, for which `agreed` is then to be called.
+        """
         if self.early is None:
             return
         early, self.early, self.leads = self.early, None, False
@@ -318,6 +332,9 @@ class Channels:
         if self.replicas is not None and not self.known.is_compared:
             self.handshake.compare(self.digest(not self.has_compared_values))
             self.known.is_compared = self.has_compared_values = True
+        if (changes := self.renew()) is not None:
+            self._take_back()
+            raise BegunAgain(changes)
         for route in early:
             self._post(route)
         self.agreed()
@@ -341,12 +358,19 @@ class Channels:
         """Return the known outputs of each microbatch of a replica, for the running step."""
         return list(map(self._output_of, self._keys(replica)))
 
+    @property
+    def begins_again(self) -> bool:
+        """Whether the handshake will begin the step again, as far as this rank knows."""
+        return self.early is not None and self.handshake.steps.has_met and self.renew() is not None
+
     def end(self) -> None:
         """Finish a step: wait for all sends."""
         for peer, (works, _) in self.signatures:
             self.connections.wait_for_control(works, self.process(peer), f"sending a signature to rank {peer}")
         for peer, sent in self.sent.items():
             self._release(peer, sent, sent.complete + len(sent.in_flight))
+        for peer, (works, _) in self.void:
+            self.connections.wait(works, self.process(peer), f"finishing a send to rank {peer} that does not count")
 
     def clear(self) -> None:
         """Drop everything that refers to a step: a pending work would keep its connection open."""
@@ -357,8 +381,13 @@ class Channels:
         self._clear()
 
     def _clear(self) -> None:
-        self.early, self.signatures, self.leads = [], [], False
+        self.early, self.signatures, self.void, self.leads, self.renew = [], [], [], False, _nothing
         self.unposted.clear()
+        self._forget_values()
+
+    def _forget_values(self) -> None:
+        """Drop what is on its way."""
+        self.taken_back.clear()
         for route in self.receives.values():
             route.codec = route.arriving = None
             route.head_is_read = False
@@ -413,6 +442,37 @@ class Channels:
         """Return whether a value has a head that this rank has not read."""
         return self.has_heads and route.leads and not route.head_is_read
 
+    def _take_back(self) -> None:
+        """Take back the values that have led in this step, and drop those of the other ranks."""
+        for target, sent in self.sent.items():
+            self.void += [(target, each) for each in (*sent.in_flight, *([] if sent.head is None else [sent.head]))]
+            if self.has_heads and sent.leading:
+                head = [_head(AGAIN)]
+                self.void.append((target, (self.connections.send(head, self.process(target)), head)))
+        sources = defaultdict[int, list[RecvRoute]](list)
+        for route in self.receives.values():  # in the order of the sends of each rank
+            if route.leads and self.has_heads:
+                sources[route.source].append(route)
+        for source, routes in sources.items():
+            self._drop_led(source, routes)
+        self._forget_values()
+
+    def _drop_led(self, source: int, routes: list[RecvRoute]) -> None:
+        """Receive what a rank has sent of leading values before it took them back."""
+        purpose, process = f"taking back the values that rank {source} sent first", self.process(source)
+        for route in routes:
+            if route.arriving is not None:
+                self.connections.wait(route.arriving[1], process, purpose)
+        unread = deque(route for route in routes if not route.head_is_read)
+        while source not in self.taken_back and (head := self._read_head(source, purpose)) != AGAIN:
+            if head == NOT_EARLY:
+                continue  # sent ahead of a value that does not come
+            route = unread.popleft()
+            codec = self._known(self.codecs_before[route.at].received.get(route.key), route.is_later)
+            assert codec is not None  # or the sender would not have led
+            messages = codec.buffers()
+            self.connections.wait(self.connections.receive(messages, process), process, purpose)
+
     def _may_lead(self) -> bool:
         """Return whether this rank sends and receives leading values now: until the numbers of all ranks are there."""
         return self.leads and not self.handshake.is_over
@@ -433,11 +493,17 @@ class Channels:
 
     def _is_early(self, route: RecvRoute, purpose: str) -> bool:
         """Wait for the head of a value; return whether it was sent before the end of the handshake."""
-        head, process = _head(), self.process(route.source)
-        self.connections.wait(self.connections.receive([head], process), process, purpose)
+        head = self._read_head(route.source, purpose)
         route.head_is_read = True
+        if head == AGAIN:
+            self.taken_back.add(route.source)
+        return head == self.handshake.program
+
+    def _read_head(self, source: int, purpose: str) -> int:
+        head, process = _head(), self.process(source)
+        self.connections.wait(self.connections.receive([head], process), process, purpose)
         with aside():
-            return int(head) == self.handshake.program
+            return int(head)
 
     def _advance(self, source: int, purpose: str) -> None:
         """Receive the head or the signature for which the next value of a rank waits, and post what waits for it."""

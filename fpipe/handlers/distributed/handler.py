@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe import effects as fx
 from fpipe.autodiff.graph.collectives import WATCH
 from fpipe.autodiff.interface import DifferentiablePipeline
-from fpipe.devices import Device, cuda_count, device_of, is_capturing
+from fpipe.devices import Device, autocasts, cuda_count, device_of, is_capturing
 from fpipe.errors import ScheduleError, StageError, TransportError
 from fpipe.errors.arguments import checked
 from fpipe.handlers.alike import notices_of, options
@@ -48,6 +48,7 @@ from fpipe.handlers.distributed.steps import Steps
 from fpipe.handlers.executor import Executor
 from fpipe.handlers.gradients import names_read_elsewhere, readers_of_shared_leaves
 from fpipe.handlers.protocol import (
+    BegunAgain,
     Departure,
     Inputs,
     Observer,
@@ -427,20 +428,7 @@ class _CompiledProgram:
             inputs = replace(inputs, broken=error)
         has_loss = self.plan.stages - 1 in executor.stages
         self.channels.begin(inputs, has_loss)
-        try:
-            if inputs.broken is None:
-                self.ahead.trace()
-            self._run(inputs, has_loss)
-        except PeerLost:
-            with suppress(PeerLost):  # the first one knows its peer
-                self.channels.meet()
-            raise
-        except (StepRejected, TransportError):
-            raise
-        except Exception as error:
-            self.channels.handshake.meet(error)
-            raise
-        self.channels.agree()
+        self._attempt(inputs, has_loss)
         inputs, results = executor.calls.step.inputs, executor.finish()
         for stage in self.shared_readers:
             self._share_data_gradients(stage, results, inputs.data)
@@ -456,8 +444,67 @@ class _CompiledProgram:
             results.differentiable |= any(self.channels.handshake.confirm(results.differentiable))
         if self.pieces.differentiated and not is_capturing():
             results.refuse_constant_loss()
-        self.steps.end_program()
+        if inputs.post_validate:
+            self._refuse_shared_stages()
+        if inputs.share is None:
+            self.steps.end_program()
+        else:
+            results.shares = self.steps.end_program(inputs.share(results.gradients))
         return results
+
+    def _refuse_shared_stages(self) -> None:
+        """Raise StageError for a stage that is computed with processes that would not begin a step again."""
+        for stage in self.executor.stages:
+            if getattr(self.pieces.stages[stage], "peers", ()):
+                raise StageError(
+                    "post_validate=True may begin a step again, and this stage computes together with other processes, "
+                    "which go on: leave it out",
+                    rank=self.connections.grid.rank,
+                    stage=stage,
+                )
+
+    def _attempt(self, inputs: Inputs, has_loss: bool) -> None:
+        """Run the program, and once more where all ranks begin the step again."""
+        drawn = () if inputs.renew is None or inputs.rng is not None else self.connections.device.generators()
+        states = [generator.get_state() for generator in drawn]
+        changes = None
+        try:
+            self._run_or_fail(inputs, has_loss)
+        except BegunAgain as again:
+            changes = again.changes
+        if changes is None:
+            return
+        for generator, state in zip(drawn, states, strict=True):
+            generator.set_state(state)
+        if autocasts():
+            torch.clear_autocast_cache()  # of casts of the other params
+        self.executor.calls.clear()
+        inputs = self._begin(replace(inputs, **changes))
+        self.channels.agreed()
+        self._run_or_fail(inputs, has_loss)
+
+    def _run_or_fail(self, inputs: Inputs, has_loss: bool) -> None:
+        """Run the program; a failure is one of the step.
+
+        Raises:
+            BegunAgain: it is to run once more.
+        """
+        try:
+            if inputs.broken is None:
+                self.ahead.trace()
+            self._run(inputs, has_loss)
+            self.channels.agree()
+        except PeerLost:
+            with suppress(PeerLost):  # the first one knows its peer
+                self.channels.meet()
+            raise
+        except (StepRejected, BegunAgain, TransportError):
+            raise
+        except Exception as error:
+            self.channels.handshake.meet(error)
+            if self.channels.begins_again:  # it may have failed for its params
+                self.channels.agree()
+            raise
 
     def _run(self, inputs: Inputs, has_loss: bool) -> None:
         """Run the program, once every rank is known to run it where that changes how this one does."""

@@ -7,8 +7,9 @@ A step is refused, fails, or loses a rank:
   connections on which it has posted something; so do the others, whose waits end. In the next step all connect again.
 - lost: a rank is gone, or does not come in time. The handler ends.
 
-A rank ends a step when its own program has ended, and tells the others, without waiting for them. Those that wait for
-that, because they return results of several ranks or close the connections, call `settle`.
+A rank ends a step when its own program has ended, and tells the others, without waiting for them, maybe with numbers of
+its own (`Ends`). Those that wait for that, because they return results of several ranks or close the connections, call
+`settle`.
 
 Invariants:
 - a rank cuts connections only when every rank has begun the step: one may still be in an earlier one, as of
@@ -26,7 +27,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from fpipe.devices import aside, is_capturing
@@ -58,6 +59,45 @@ def _nothing() -> None:
     """Run no effect."""
 
 
+class Ends:
+    """The numbers that each rank tells the others as it ends a program.
+
+    Args:
+        read: returns them once the works are done.
+        works: under way; others may drop them, for a pending work keeps its connection open.
+    """
+
+    def __init__(self, steps: Steps, read: Callable[[], list[list[int]]], works: list[Any]) -> None:
+        self._steps, self._read, self._works = steps, read, works
+        self._is_known = not works
+
+    def wait(self) -> None:
+        """Wait for all ranks; see `Steps.settle`."""
+        if self._works:
+            self._is_known = self._steps.wait_for(self._works)
+
+    def __call__(self) -> list[list[int]]:
+        """Wait for all ranks, and return the numbers of each.
+
+        Raises:
+            PeerLost, TransportError: as `Steps.settle`.
+        """
+        self.wait()
+        if not self._is_known:
+            raise TransportError(
+                f"{self._steps.failures.name} does not know what the other ranks told it as they ended a step, for a "
+                "later one has failed: go on from a checkpoint"
+            )
+        return self._read()
+
+    def drop(self) -> None:
+        """Drop the works, and keep the numbers if all of them are there."""
+        if self._works and all(work.is_completed() for work in self._works):
+            with suppress(RuntimeError):
+                self._is_known = all(work.wait() for work in self._works)
+        self._works.clear()
+
+
 class Steps:
     """The steps of one handler on this rank.
 
@@ -82,6 +122,7 @@ class Steps:
         self.has_met = self.is_led = self.follows_a_result = False
         self.irrevocable: str | None = None
         self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()
+        self._ends: Callable[[], Ends | None] = _nothing  # of the program that this rank ended last, if still wanted
         self._refused: BaseException | None = None
         self._is_repeatable = False
 
@@ -138,14 +179,28 @@ class Steps:
             if is_step:
                 activity.leave()
 
-    def end_program(self) -> None:
+    def end_program(self, numbers: Sequence[int] = ()) -> Ends:
         """Tell the other ranks that this one has ended its program; does not wait.
 
         Where hosts run ahead of devices, and in a graph, the exchange of the losses has told them.
+
+        Args:
+            numbers: what else to tell them; as many on each rank.
         """
-        if self.connections.size > 1 and not self.connections.device.asynchronous and not is_capturing():
+        is_told = self.connections.device.asynchronous and not numbers
+        if self.connections.size == 1 or is_told or is_capturing():
+            return Ends(self, lambda: [[*numbers]], [])
+        self._drop_ends()
+        with aside():
+            rows, self.connections.groups.ends = self.connections.collect([self.number, *numbers])
+
+        def read() -> list[list[int]]:
             with aside():
-                _, self.connections.groups.ends[:] = self.connections.collect([self.number])
+                return [row[1:] for row in rows.tolist()]
+
+        ends = Ends(self, read, self.connections.groups.ends)
+        self._ends = weakref.ref(ends)
+        return ends
 
     def settle(self) -> None:
         """Wait until every rank has ended the program that this one ran last.
@@ -154,24 +209,30 @@ class Steps:
             PeerLost: (in a step) one of them could not.
             TransportError: likewise, outside of one; the handler has then ended.
         """
-        activity, ends = self.connections.activity, self.connections.groups.ends
-        if not ends:
-            return
+        if (ends := self._ends()) is not None:
+            ends.wait()
+        elif self.connections.groups.ends:
+            self.wait_for(self.connections.groups.ends)
+
+    def wait_for(self, ends: list[Any]) -> bool:
+        """Wait for works that tell that every rank has ended a program, as `settle`; return whether each has."""
+        activity = self.connections.activity
         if activity.inside:
             self.connections.wait_for_control(ends, None, SETTLING)
-            return
+            return True
         activity.inside = True
         try:
             self.connections.wait_for_control(ends, None, SETTLING)
         except PeerLost as lost:
             failure = self._recorded(lost)
             if failure is not None and failure.repeatable:
-                return  # the next step connects again
+                return False  # the next step connects again
             failed = self._of_peer(lost) if failure is None else self._of_ended(failure)
             self._conclude(failed)
             raise failed from None
         finally:
             activity.leave()
+        return True
 
     def connect_after(self, lost: PeerLost) -> None:
         """Connect again if another rank has failed in a step that this one had ended; else raise `lost`.
@@ -218,7 +279,7 @@ class Steps:
         if not self.connections.groups.is_cut:  # else another rank failed in the step before, which needs these
             self.connections.used.clear()
             self.connections.groups.lent.clear()
-        self.connections.groups.ends.clear()  # the roll call of this step comes after them
+        self.connections.groups.ends = []  # the roll call of this step comes after them
         self.has_met, self.is_led, self._refused, self._is_repeatable = False, False, None, is_repeatable
         self.irrevocable = None
 
@@ -260,6 +321,7 @@ class Steps:
             reason = self._loss(lost)
             failures.post(reason)
             failures.ended = failures.wait(0.0) or reason  # the first one is every rank's
+        self._drop_ends()
         self.connections.abort()
         return TransportError(f"{failures.name} can't go on: {failures.ended} ({failures.name} was {lost})")
 
@@ -329,6 +391,7 @@ class Steps:
     def _fail(self, failure: Failure) -> None:
         """Cut the connections of this step."""
         self.failure = failure
+        self._drop_ends()
         markers, until = self.connections.activity.markers, time.monotonic() + self._limit
         try:
             while not markers.is_committed():
@@ -357,7 +420,12 @@ class Steps:
         if self.failures.ended is None:
             self.failures.post(reason)
             self.failures.ended = self.failures.wait(0.0) or reason
+        self._drop_ends()
         self.connections.abort()
+
+    def _drop_ends(self) -> None:
+        if (ends := self._ends()) is not None:
+            ends.drop()
 
     # The next step
 

@@ -1,0 +1,141 @@
+"""Loops of `train_step` with `max_norm`: unhurried, and with updates before the norm is known."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import optree
+import torch
+from torch.nn import functional as F
+
+import fpipe
+from fpipe import Pipeline, handlers, interop
+from tests.support.cases import SCHEDULES, mse
+from tests.support.jobs import differences
+from tests.support.leading_jobs import passing_on
+
+MICROBATCHES, WIDTH = 6, 4
+SIZES = (40.0, 0.1, 0.1, 40.0, 40.0, 0.1, 0.1, 0.1, 40.0, 0.1)
+"""Of the targets, by step: the gradients of the large ones are clipped."""
+NOT_FINITE = (0.1, 0.1, 0.1, float("inf"), 0.1, 0.1, 0.1, 0.1, float("nan"), 0.1)
+CLIPS, SKIPS = {"max_norm": 0.6}, {"check_finite": "skip"}
+REVERSALS = (4, 9)
+"""The steps after an update that does not stand."""
+OPTIMIZERS = {
+    "sgd": lambda donate: interop.optimizer(torch.optim.SGD, lr=0.5, momentum=0.9, donate=donate),
+    "adamw": lambda donate: interop.optimizer(torch.optim.AdamW, lr=0.1, donate=donate),
+    "fused": lambda donate: interop.optimizer(torch.optim.AdamW, lr=0.1, fused=True, donate=donate),
+}
+
+
+class Loop:
+    """A training loop of one rank.
+
+    Args:
+        late: seconds by which the last rank comes late to a step after an update that does not stand.
+        reads: the ranks that read all results of each step at once.
+        sizes: as `SIZES`.
+        limit: the stages raise an error if a weight is above it.
+        drop: the probability of dropout, by the global generator.
+        checks: options of `train_step`.
+        faults: by step, (rank, kind): it is passed no params, raises an error or is killed in its first forward; or
+            (None, "rows") for another batch size.
+
+    Attributes:
+        counts: by step, the calls of this rank's stages.
+        errors: the texts of all errors.
+    """
+
+    def __init__(
+        self,
+        rank,
+        ranks,
+        schedule,
+        hurries,
+        *,
+        optimizer="sgd",
+        donate=False,
+        late=0.0,
+        reads=(),
+        sizes=SIZES,
+        limit=float("inf"),
+        drop=0.0,
+        checks=CLIPS,
+        faults=None,
+    ):
+        self.rank, self.late, self.reads, self.sizes = rank, late * (rank == ranks - 1), rank in reads, sizes
+        self.limit, self.drop, self.faults, self.fault = limit, drop, faults or {}, None
+        order, place = SCHEDULES[schedule]
+        placement = place(ranks)
+        sliced = schedule.startswith("seq")
+        self.pipeline = Pipeline([passing_on(self.stage) if sliced else self.stage] * placement.stages, mse)
+        self.plan = self.pipeline.plan(placement, MICROBATCHES, slices=1 + sliced)
+        self.own, generator = self.plan.stages_on(rank), torch.Generator().manual_seed(0)
+        every = torch.randn(placement.stages, WIDTH, WIDTH, generator=generator)
+        self.params = {s: {"w": every[s].clone()} for s in self.own}
+        self.x, self.y = torch.randn(2, 2 * MICROBATCHES, 4, WIDTH, generator=generator)
+        pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
+        handler = handlers.Distributed(timeout=20)
+        self.step = fpipe.train_step(self.pipeline, order, self.plan, pair, handler=handler, **options)
+        self.state, self.counts, self.errors = pair.init(self.params), [], []
+
+    def stage(self, p, x):
+        self.counts[-1] += 1
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "raises" or p["w"].abs().max() > self.limit:
+            raise ArithmeticError("too large")
+        return F.dropout(torch.tanh(x @ p["w"]), self.drop)
+
+    def run(self):
+        """The results of each step, or its error; then what is left at the end."""
+        torch.manual_seed(self.rank)
+        return [*map(self.one, range(len(self.sizes))), (dict(self.params), dict(self.state))]
+
+    def one(self, i):
+        time.sleep(self.late * (i in REVERSALS))
+        guilty, fault = self.faults.get(i, (None, None))
+        self.fault = fault if guilty in (self.rank, None) else None
+        rows = slice(None, -1 if self.fault == "rows" else None)
+        x = self.x[rows] if 0 in self.own else None
+        y = self.sizes[i] * self.y[rows] if self.plan.stages - 1 in self.own else None
+        self.counts.append(0)
+        try:
+            params = {} if self.fault == "refused" else self.params
+            self.params, self.state, loss, *late = self.step(params, self.state, x, y)
+        except (fpipe.StageError, fpipe.TransportError) as error:
+            self.errors.append(str(error))
+            return type(error).__name__
+        trees = (dict(self.params), dict(self.state), [each.item() for each in late]) if self.reads else ()
+        return *optree.tree_map(torch.clone, trees[:2]), *trees[2:], loss, *late  # which are read at the end
+
+
+def compare(rank, ranks, schedule, options):
+    """Where the results of the two loops differ; the errors; by step, how many forwards more the second one has run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* drew random numbers")
+        loops = [Loop(rank, ranks, schedule, hurries, **options) for hurries in (False, True)]
+        expected, found = (loop.run() for loop in loops)
+    more = [b - a for a, b in zip(*(loop.counts for loop in loops), strict=True)]
+    errors = [each for each in found if isinstance(each, str)]
+    return differences(found, expected), errors, more
+
+
+def killed(rank, ranks, schedule, victim):
+    """A rank is killed in its first forward of a step after an update that does not stand; error and seconds there."""
+    loop = Loop(rank, ranks, schedule, True, late=0.2, faults={REVERSALS[0]: (victim, "killed")})
+    for i in range(REVERSALS[0]):
+        loop.one(i)
+    begun = time.monotonic()
+    loop.one(REVERSALS[0])
+    return *loop.errors, time.monotonic() - begun
+
+
+def differing(rank):
+    """What ranks are told where one of them alone updates before the norm is known."""
+    loop = Loop(rank, 2, "zb_h2", hurries=rank == 0)
+    loop.one(0)
+    return loop.errors

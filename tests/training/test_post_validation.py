@@ -1,0 +1,124 @@
+"""Updates before the norm of the gradients is known: the bits are those of a loop that waits for it."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Pipeline, Placement, handlers, interop, schedules
+from fpipe.training.post_validation import Late, LateNumber
+from tests.support import fault_jobs
+from tests.support import post_validation_jobs as jobs
+from tests.support.combinations import combined, sample
+from tests.support.jobs import differences
+
+NOT_READ, BY_RANK_0, BY_ALL = (), (0,), (0, 1, 2)
+
+
+@combined(
+    schedule=("zb_h2", "interleaved_1f1b", "zb_v", "seq_1f1b", "one_f_one_b"),
+    optimizer=jobs.OPTIMIZERS,
+    donate=(False, True),
+    reads=(NOT_READ, BY_RANK_0, BY_ALL),
+    drop=(0.0, 0.3),
+)
+def test_bits_of_a_loop_that_waits_for_the_norm(schedule, optimizer, donate, reads, drop, pools):
+    options = {"optimizer": optimizer, "donate": donate, "reads": reads, "drop": drop, "late": 0.1}
+    for found, errors, _ in _compare(pools, schedule, **options):
+        assert (found, errors) == ([], [])
+
+
+@pytest.mark.parametrize("checks", [jobs.SKIPS, jobs.CLIPS, jobs.CLIPS | jobs.SKIPS])
+def test_gradients_that_are_not_finite(checks, pools):
+    """They are skipped where that is asked for, and else in the params."""
+    for found, errors, more in _compare(pools, "zb_h2", sizes=jobs.NOT_FINITE, checks=checks, donate=True, late=0.1):
+        assert (found, errors) == ([], [])
+        assert checks == jobs.CLIPS or {i for i, count in enumerate(more) if count} <= {*jobs.REVERSALS}
+
+
+def _compare(pools, schedule, **options):
+    return pools(3).run(jobs.compare, 3, schedule, options)
+
+
+def test_steps_begin_again_after_an_update_that_does_not_stand(pools):
+    """The ranks before the last one, which comes late, have run some forwards by then; in no other step."""
+    _, _, more = zip(*_compare(pools, "zb_h2", late=0.4), strict=True)
+    for rank, forwards in enumerate(more):
+        again = [i for i, count in enumerate(forwards) if count]
+        assert again == [*jobs.REVERSALS] or (rank == 2 and {*again} <= {*jobs.REVERSALS}), (rank, forwards)
+
+
+FAULTS = {
+    "refused": {"faults": {4: (2, "refused")}},
+    "refused later": {"faults": {5: (0, "refused"), 7: (1, "refused")}},
+    "raises": {"faults": {4: (1, "raises"), 6: (0, "raises")}},
+    "rows": {"faults": {4: (None, "rows"), 9: (None, "rows")}},
+    "params": {"sizes": tuple(1e3 * size if size > 1 else size for size in jobs.SIZES), "limit": 100.0},
+}
+ERRORS = {"refused": 1, "refused later": 2, "raises": 2}
+
+
+@pytest.mark.parametrize("donate", sample([False, True], [True]))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_steps_that_are_refused_or_fail_when_they_begin_again(fault, donate, pools):
+    """They fail as in a loop that waits. An error for params that are not the right ones is none."""
+    for rank, (found, errors, _) in enumerate(_compare(pools, "zb_h2", late=0.1, donate=donate, **FAULTS[fault])):
+        assert (found, len(errors)) == ([], ERRORS.get(fault, 0)), rank
+
+
+@pytest.mark.parametrize("victim", sample([0, 1, 2], [1]))
+def test_a_rank_that_is_killed_in_a_step_that_begins_again_is_named(victim, fresh_pool):
+    outcomes = fresh_pool(3).outcomes(jobs.killed, 3, "zb_h2", victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            text, seconds = outcome.value
+            assert fault_jobs.blamed(text) == f"rank {victim}", text
+            assert seconds < 10.0, seconds
+
+
+def test_all_ranks_update_early_or_none(pools):
+    for (text,) in pools(2).run(jobs.differing):
+        assert "different settings: post_validate= is True on rank 0 and none on rank 1" in text
+
+
+def local(**options):
+    pipeline = Pipeline([lambda p, x: x * p, lambda p, x: x + p], loss=lambda y, t: (y - t).square().mean())
+    plan = pipeline.plan(Placement.loop(ranks=2), microbatches=2)
+    pair = options.pop("optimizer", interop.optimizer(torch.optim.SGD, lr=0.1))
+    options = {"handler": handlers.Local(), "max_norm": 1.0, "post_validate": True} | options
+    step = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, pair, **options)
+    params = {0: torch.tensor(2.0), 1: torch.tensor(1.0)}
+    return lambda: step(params, pair[0](params), torch.arange(4.0), torch.zeros(4))
+
+
+def test_results_are_those_of_other_steps_to_all_who_read_them():
+    late, expected = local()(), local(post_validate=False)()
+    assert [*map(type, late)] == [Late, Late, torch.Tensor, LateNumber]
+    assert differences(late, expected) == []
+    assert dict(late[0]) == expected[0]
+    assert repr(late) == repr(expected)
+    assert differences(pickle.loads(pickle.dumps(late[:2])), expected[:2]) == []
+    assert differences(copy.deepcopy(late[:2]), expected[:2]) == []
+    norm, number = late[3], expected[3].item()
+    assert (float(norm), norm.item(), norm.tolist(), f"{norm:.3f}") == (number, number, number, f"{number:.3f}")
+    assert norm.isfinite()
+    assert norm + 1 == 1 + number
+    assert torch.stack([norm, norm]).sum() == 2 * number
+    assert type(norm * 2) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_norm": None}, "max_norm=None and check_finite=None: no rank waits for a norm then"),
+        ({"check_finite": "raise"}, "check_finite='raise'"),
+        ({"capture": True}, "capture=True"),
+        ({"optimizer": (lambda p: p, lambda g, s, p: (p, s))}, "take interop.optimizer"),
+    ],
+)
+def test_options_that_do_not_go_together(options, says):
+    with pytest.raises(ValueError, match=f"post_validate=True does not go with .*{re.escape(says)}"):
+        local(**options)
