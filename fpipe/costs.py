@@ -17,7 +17,7 @@ PerStage = float | Sequence[float]
 Edge = tuple[int, int]  # source rank, target rank; or stage, reader
 BY_CLASS = ("extra", "collectives")
 BY_PART = ("scale", "sizes", "slice_scale")
-NOT_BY_STAGE = {"communication", "shared", "reads", *BY_CLASS, *BY_PART, "replicas", "shards", "optimizer"}
+NOT_BY_STAGE = {"communication", "shared", "tied", "reads", *BY_CLASS, *BY_PART, "replicas", "shards", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 OVER_HOST_LINK = ("offload", "fetch")
 SIZES = {"activation", "residuals", "deferred", "carry"}
@@ -28,6 +28,7 @@ BY_DEFAULT = {
     "gradients": ("gathered",),
 }
 UNSCALED = {"parameters", "gathered", "gradients", "update"}  # by the factors of microbatches
+WITH_TIED = {"gathered", "gradients"}  # a stage casts, gathers and sums the tied parameters that it uses by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,18 @@ class Shared(NamedTuple):
     names: tuple[Name, ...]
 
 
+class Tied(NamedTuple):
+    """Parameters that several stages use: the lowest one's have them, and a rank without that stage has a copy.
+
+    Args:
+        bytes: their size, which is a part of the lowest stage's `parameters` and of no other's.
+        stages: those that use them, lowest first.
+    """
+
+    bytes: float
+    stages: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Costs:
     """The cost of each effect. A cost of stages is one number for all stages, or a sequence of one for each.
@@ -102,7 +115,10 @@ class Costs:
         residuals: bytes that a forward saves for its backward.
         deferred: bytes that an input gradient saves for its weight gradient.
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
-        parameters: bytes of a stage's whole parameters.
+        parameters: bytes of a stage's whole parameters, of tied ones those of the lowest stage that uses them.
+        tied: the sizes of `Plan.ties`. Each stage that uses such parameters has sums of their gradients, and casts and
+            gathers them, by itself; they are no part of the other stages' `parameters`, `gathered` and `gradients`. By
+            default no copy of tied parameters counts.
         gathered: bytes of a stage's whole parameters in the dtype in which it computes, where they are cast
             (`Precision(compute=...)`); by default they are not.
         gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
@@ -162,6 +178,7 @@ class Costs:
     gathered: PerStage | None = None
     gradients: PerStage | None = None
     shared: Sequence[Shared] = ()
+    tied: Sequence[Tied] = ()
     reads: Mapping[Edge, float] = _ByKey()
     extra: Mapping[type, PerStage] = _ByKey()
     collectives: Mapping[type, PerStage] = _ByKey()
@@ -204,11 +221,22 @@ class Costs:
 
     def at(self, cost: str, of: Any) -> float:
         """Return a cost by its name, for the stage and the microbatch that an effect or a value names."""
+        own = self._at(cost, of)
+        if not self.tied or cost not in WITH_TIED:
+            return own
+        return own + sum(self.tied_bytes(cost, each) for each in self.tied if of.stage in each.stages[1:])
+
+    def tied_bytes(self, cost: str, tied: Tied) -> float:
+        """Return the bytes of tied parameters in the dtype of `parameters`, `gathered` or `gradients`."""
+        whole = self._at("parameters", lowest := Parameters(tied.stages[0]))
+        return tied.bytes * self._at(cost, lowest) / whole if whole else tied.bytes
+
+    def _at(self, cost: str, of: Any) -> float:
         per_stage = getattr(self, cost)
         both: Any = parts(of)
         if per_stage is None:
             halves = BY_DEFAULT.get(cost, ())
-            return sum(self.at(half, of) for half in halves) if halves else sum(map(self.time, both))
+            return sum(self._at(half, of) for half in halves) if halves else sum(map(self.time, both))
         if cost in UNSCALED:
             return _at(per_stage, both[0].stage)
         factor = self._size if cost in SIZES else self._factor
@@ -354,6 +382,8 @@ class Costs:
                     f"{name} has {len(cost)} entries for {kind.__name__}: give one number, or, where it names a stage, "
                     f"one for each of the plan's {plan.stages} stages"
                 )
+        if unknown := [each.stages for each in self.tied if not each.stages or max(each.stages) >= plan.stages]:
+            raise ScheduleError(f"tied names stages {unknown[0]}: give some of the plan's {plan.stages}, lowest first")
         counts = {"scale": plan.microbatches, "sizes": plan.microbatches, "slice_scale": plan.slices}
         for name, expected in counts.items():
             if (count := len(getattr(self, name))) not in (0, expected):
@@ -361,7 +391,7 @@ class Costs:
                 raise ScheduleError(f"{name} has {count} entries, the plan {expected} {noun}: give one factor for each")
 
 
-_CLASSES = {kind.__name__: kind for kind in (Link, Shared, *TABLE.effects, *TABLE.values)}
+_CLASSES = {kind.__name__: kind for kind in (Link, Shared, Tied, *TABLE.effects, *TABLE.values)}
 
 
 def _as_json(value: Any) -> Any:
@@ -370,8 +400,8 @@ def _as_json(value: Any) -> Any:
         return {"class": _name_of(value)}
     if isinstance(value, Mapping):
         return {"items": [[_as_json(key), _as_json(each)] for key, each in value.items()]}
-    if is_dataclass(value) or isinstance(value, Shared):
-        names = Shared._fields if isinstance(value, Shared) else [field.name for field in fields(value)]
+    if is_dataclass(value) or isinstance(value, Shared | Tied):
+        names = value._fields if isinstance(value, Shared | Tied) else [field.name for field in fields(value)]
         return {_name_of(type(value)): [_as_json(getattr(value, name)) for name in names]}
     return [*map(_as_json, value)] if isinstance(value, tuple) else value
 
@@ -456,6 +486,12 @@ def _shared(name: str, shared: Any) -> tuple[Shared, ...]:
     return tuple(Shared(_number(name, size), tuple(names)) for size, names in shared)
 
 
+def _tied(name: str, tied: Any) -> tuple[Tied, ...]:
+    if not isinstance(tied, Sequence) or isinstance(tied, str | bytes):
+        raise TypeError
+    return tuple(Tied(_number(name, size), tuple(sorted({*stages}))) for size, stages in tied)
+
+
 def _count(name: str, count: object) -> int:
     if not is_whole(count, least=1):
         raise ScheduleError(f"{name} must be a whole number of at least 1, not {count!r}")
@@ -484,6 +520,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], object]] = {
     "shards": _count,
     "optimizer": _number,
     "shared": _shared,
+    "tied": _tied,
     "reads": _reads,
     "extra": _by_class,
     "collectives": _by_class,

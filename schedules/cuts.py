@@ -17,7 +17,8 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     """Return the costs of the same model, split into another number of equal stages.
 
     Times, residuals, deferred values, parameters and gradients are spread evenly over a stage; its output stays as
-    large. Memory that stages share, and the parts of outputs that they read, are unknown for another cut.
+    large. Memory that stages share, tied parameters, and the parts of outputs that they read, are unknown for another
+    cut.
 
     Args:
         costs: of a cut into `stages`.
@@ -30,7 +31,7 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     """
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in _spreadable(costs).items()}
     if into != stages:
-        costs = replace(costs, shared=(), reads={})
+        costs = replace(costs, shared=(), tied=(), reads={})
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage, Shared
+from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage, Shared, Tied
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Deferred, Forward, Gradient, Residuals
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
@@ -68,7 +68,8 @@ class Grouping:
         for name, kind in (("activation", Activation), ("residuals", Residuals), ("deferred", Deferred)):
             sums[name] = [whole - twice[kind(stage, 0)] for stage, whole in enumerate(sums[name])]
         collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
-        stages = replace(layers, **sums, reads=self._reads(layers), shared=shared, collectives=collectives)
+        between: dict[str, Any] = {"reads": self._reads(layers), "shared": shared, "tied": self._tied(layers)}
+        stages = replace(layers, **sums, **between, collectives=collectives)
         stages = self._without_first_inputs(layers, stages, placed)
         return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=costs.slice_scale)
 
@@ -114,6 +115,11 @@ class Grouping:
             if len({*inside}) > 1:
                 shared.append(Shared(size, tuple(dict.fromkeys(inside))))
         return shared, twice
+
+    def _tied(self, costs: Costs) -> list[Tied]:
+        """Return the parameters that several stages use; a stage whose layers share them has them once."""
+        tied = [Tied(size, tuple(sorted({self.stage_of[layer] for layer in layers}))) for size, layers in costs.tied]
+        return [each for each in tied if len(each.stages) > 1]
 
     def _name(self, name: Any) -> Any:
         """Return the stage's name of a layer's value; None for one that does not leave its stage."""

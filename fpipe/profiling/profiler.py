@@ -26,7 +26,7 @@ from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.storages import leaves_of
-from fpipe.costs import OVER_REPLICAS, Costs, Shared
+from fpipe.costs import OVER_REPLICAS, Costs, Shared, Tied
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.errors.arguments import checked
@@ -48,7 +48,7 @@ from fpipe.stages.carry import by_slice
 from fpipe.stages.microbatch import Microbatch, pair_of_axes, slices_of, split
 from fpipe.stages.pipeline import Pipeline, with_loss
 from fpipe.stages.precision import OWN_DTYPES, Precision
-from fpipe.stages.pytree import flatten, indices
+from fpipe.stages.pytree import flatten, get_at, indices
 from fpipe.stages.rng import as_rng
 from fpipe.stages.sharding import Placed, expert_dim, is_dtensor, locals_of
 from fpipe.tables import slice_of
@@ -114,7 +114,8 @@ def profile(
         the addition of weight gradients to their sums; in bytes for `activation`, `residuals`, `deferred`, and for
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
         `gradients` if these have others. A half of a backward that a stage does not have, because of what is frozen,
-        costs nothing. In the others neither parameters nor the batch are counted. `update` is that of a whole stage, 0
+        costs nothing. In the others neither parameters nor the batch are counted. `tied` are the entries that stages
+        share. `update` is that of a whole stage, 0
         without an optimizer. `collectives` are the parts of these times in which a piece waits for those inside it,
         where stages have some: all processes that take part call `profile` at the same time, and get the same times.
         What they cut among them counts as this process's piece.
@@ -177,6 +178,7 @@ def profile(
         run.profiler.costs(plan, seconds),
         **host_links.links(seconds),
         **_sizes(params, range(plan.stages), precision, handler),
+        tied=_tied(pipeline, params, handler),
         replicas=count,
     )
 
@@ -336,6 +338,15 @@ def _sizes(
     parameters, gathered, gradients = sizes(lambda dtype: dtype), sizes(computed), sizes(added)
     other = {"gathered": gathered} if precision.compute is not None else {}
     return {"parameters": parameters, **other} | ({"gradients": gradients} if gradients != gathered else {})
+
+
+def _tied(pipeline: Pipeline, params: Mapping[int, Any], handler: Handler | None) -> list[Tied]:
+    """Return the sizes of the entries that stages share; those that the same stages share together."""
+    sizes: dict[tuple[int, ...], int] = defaultdict(int)
+    for (owner, path), uses in pipeline.entries.items():
+        stages = tuple(sorted({stage for stage, _ in uses}))
+        sizes[stages] += _parameter_bytes(get_at(params[owner], path), lambda dtype: dtype, handler)
+    return [Tied(size, stages) for stages, size in sizes.items()]
 
 
 def _parameter_bytes(

@@ -2,12 +2,14 @@
 
 On a rank there are, for the stages that are on it:
 
-- its parameters: the whole ones, or where they are sharded over D replicas a D-th of them; and where they are cast, as
-  much in the dtype in which stages compute;
+- its parameters: the whole ones, or where they are sharded over D replicas a D-th of them; tied ones once, also where
+  the stage that has them is on another rank; and where they are cast, as much for each stage in the dtype in which it
+  computes;
 - the state of the optimizer, in proportion to the former, for the stages that are trained;
 - the sums of weight gradients: each is as large as the whole parameters, in the dtype of sums, from the stage's first
-  weight gradient to its scatter, and then a D-th of this where the parameters are sharded. A sum that comes from
-  another rank, of a copy or a tie, counts from its receive on;
+  weight gradient to its scatter, and then a D-th of this where the parameters are sharded. A stage has a sum of the
+  tied parameters that it uses. A sum that comes from another rank counts from its receive on: of a copy of a stage all,
+  else that of the tied parameters which stages of both ranks use;
 - the live values (`fpipe.programs.memory`): activations, residuals, deferred values, gradients, and the whole
   parameters of sharded stages from their gather to their release.
 
@@ -87,24 +89,41 @@ def _lasting(program: Program, costs: Costs) -> tuple[float, float, list[float]]
     """Return the bytes of a rank's parameters, of its optimizer's state, and of its sums at the end of each effect."""
     plan = program.plan
 
-    def whole(cost: str, stage: int) -> float:
-        return costs.at(cost, Parameters(stage))
-
-    def lasting(cost: str, stage: int) -> float:
-        return whole(cost, stage) / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
+    def lasting(size: float, stage: int) -> float:
+        return size / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
 
     gradients, total = dict[tuple[int, int], float](), list[float]()
     for change in _sums(program):
         if change is not None:
             stage, rank, is_scattered = change
-            gradients[stage, rank] = lasting("gradients", stage) if is_scattered else whole("gradients", stage)
+            whole = _sum_bytes(program, stage, rank, costs)
+            gradients[stage, rank] = lasting(whole, stage) if is_scattered else whole
         total.append(sum(gradients.values()))
     stages = plan.stages_on(program.rank)
     trained = {stage for stage, rank in gradients if rank == program.rank}
-    kinds = ("parameters",) if costs.gathered is None else ("parameters", "gathered")
-    parameters = sum(lasting(kind, stage) for kind in kinds for stage in stages)
-    optimizer = costs.optimizer * sum(lasting("parameters", stage) for stage in stages if stage in trained)
-    return parameters, optimizer, total
+    own = [(stage, lasting(costs.at("parameters", Parameters(stage)), stage)) for stage in stages]
+    own += [(stage, lasting(size, stage)) for stage, size in _copies(costs, stages)]
+    casts = [] if costs.gathered is None else [lasting(costs.at("gathered", Parameters(s)), s) for s in stages]
+    optimizer = costs.optimizer * sum(size for stage, size in own if stage in trained)
+    return sum(size for _, size in own) + sum(casts), optimizer, total
+
+
+def _copies(costs: Costs, stages: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """Yield the bytes of tied parameters of which a rank has a copy, with the lowest of its stages that uses them."""
+    for tied in costs.tied:
+        users = [stage for stage in stages if stage in tied.stages]
+        if users and users[0] != tied.stages[0]:
+            yield users[0], tied.bytes
+
+
+def _sum_bytes(program: Program, stage: int, rank: int, costs: Costs) -> float:
+    """Return the bytes that a rank has of the sum of a stage's gradients on a rank, its own or another."""
+    plan, here = program.plan, program.rank
+    if rank == here or here in plan.ranks_of(stage) or not costs.tied:  # else the tied part, if its size is known
+        return costs.at("gradients", Parameters(stage))
+    own = {*plan.stages_on(here)}
+    both = [tied for tied in costs.tied if stage in tied.stages and not own.isdisjoint(tied.stages)]
+    return sum(costs.tied_bytes("gradients", tied) for tied in both)
 
 
 def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -13,8 +14,10 @@ from fpipe import Costs, LiveBytes, Output, Pipeline, Placement, Plan, Stage, ha
 from fpipe.costs import Shared
 from fpipe.effects import Activation, Backward, Deferred, Discard, Fetch, Forward, Offload, Residuals
 from fpipe.profiling.live_bytes import peak_bytes
+from fpipe.programs.footprint import footprint
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
+from fpipe.stages.pytree import flatten
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
 from tests.support.combinations import combined, few, sample, thorough
@@ -248,6 +251,24 @@ def test_profile_says_what_is_shared_and_what_is_read(autodiff):
     assert costs.reads == {(0, 1): size}
     output = next(names for n, names in costs.shared if n == size and Activation(0, 0) in names)
     assert {Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)} <= {*output}
+
+
+@pytest.mark.parametrize("placement", [Placement.loop(2), Placement.v(2), Placement((0, 1, 2, 1))])
+def test_a_profile_counts_the_tied_parameters_that_each_rank_is_given(placement):
+    case = cases.attention(placement.stages, tied=True)
+    costs = fpipe.profile(case.pipeline, case.params, case.batch, case.target, repeats=1)
+    plan = case.pipeline.plan(placement, 2)
+    costs = replace(costs, activation=0, residuals=0, deferred=0, shared=())  # the peak is where all sums are there
+    accounts = footprint(fpipe.lower(schedules.gpipe, plan), costs)
+    for rank, account in enumerate(accounts):
+        leaves = flatten(case.pipeline.params_on(case.params, plan, rank)).leaves
+        assert account.parameters == sum(x.nbytes for x in leaves)
+        # A sum for each stage of all that it uses, and from other ranks those of the tied embedding.
+        used = [flatten(case.pipeline.params_of(case.params, stage)).leaves for stage in plan.stages_on(rank)]
+        holders = [holder for _, holder in plan.sharers(0)]
+        foreign = case.params[0]["wte"].nbytes * sum(holder != rank for holder in holders) * (rank in holders)
+        assert account.gradients == sum(x.nbytes for leaves in used for x in leaves) + foreign
+        assert account.optimizer == 2 * account.parameters
 
 
 def test_of_a_view_its_own_elements_travel():

@@ -7,6 +7,7 @@ from math import nan
 import pytest
 
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, schedules, simulate, verify
+from fpipe.costs import Tied
 from fpipe.effects import Parameters
 from fpipe.programs.footprint import footprint
 from fpipe.programs.lowering import forward_only
@@ -73,6 +74,43 @@ def test_the_account_of_every_schedule_is_bounded(name):
         assert own <= each.gradients + 1e-9 + own * (each.live > 0)
         assert max(own * 4, own * 3 + report.peak_bytes[rank]) <= each.total + 1e-9
         assert each.total <= own * 5 + report.peak_bytes[rank] + 1e-9  # sums of copies too
+
+
+@pytest.mark.parametrize(
+    ("placement", "expected"),
+    [
+        # Rank 1 has a copy of 30 bytes of stage 0, its state, a sum that includes it, and receives rank 0's.
+        (Placement((0, 1)), [(100, 200, 130, 0), (70, 140, 100, 0)]),
+        # One copy, and a sum of each stage.
+        (Placement((0, 0)), [(140, 280, 170, 0)]),
+        # Ranks 1 and 2 each have a copy; the tie's three sums are on each rank.
+        (Placement((0, 1, 2)), [(100, 200, 160, 0), (70, 140, 130, 0), (50, 100, 110, 0)]),
+        # A copy for the two stages of a rank that both use them; a sum of each.
+        (Placement((0, 1, 1)), [(100, 200, 160, 0), (90, 180, 150, 0)]),
+    ],
+)
+def test_a_rank_has_a_copy_of_tied_parameters_and_a_sum_for_each_stage_by_hand(placement, expected):
+    stages = tuple(range(placement.stages))
+    costs = Costs(parameters=[100, 40, 20][: len(stages)], tied=[Tied(30, stages)])
+    programs = lower(schedules.gpipe, Plan(placement, 2, ties=(stages,)))
+    assert [tuple(each) for each in footprint(programs, costs)] == expected
+
+
+def test_casts_and_gathers_of_tied_parameters_are_those_of_each_stage_by_hand():
+    plan, tied = Plan(Placement((0, 0)), 1, ties=((0, 1),), replicas=2), [Tied(32, (0, 1))]
+    costs = Costs(0, 0, 0, parameters=96, gathered=48, gradients=72, gather=Link(0, 16), tied=tied)
+    (whole,) = footprint(lower(schedules.gpipe, plan), costs)
+    assert (whole.parameters, whole.optimizer, whole.gradients) == (2 * 96 + 48 + 48 + 16, 2 * 2 * 96, 72 + 72 + 24)
+    (sharded,) = footprint(lower(schedules.gpipe, plan, resident=2), costs)
+    assert (sharded.parameters, sharded.optimizer, sharded.live) == (whole.parameters / 2, 2 * 96, 48 + 48 + 16)
+    assert simulate(schedules.gpipe, plan, costs, resident=2).makespan == (24 + 24 + 8) / 16
+    assert Costs.from_json(costs.as_json()) == costs
+
+
+@pytest.mark.parametrize("tied", [[Tied(1, (0, 2))], [Tied(1, ())]])
+def test_tied_parameters_of_stages_that_the_plan_lacks_are_refused(tied):
+    with pytest.raises(ScheduleError, match=r"tied names stages \(.*\): give some of the plan's 2, lowest first"):
+        simulate(schedules.gpipe, Plan(Placement.loop(2), 1), Costs(parameters=2, tied=tied))
 
 
 def test_what_is_not_trained_has_neither_gradients_nor_state():

@@ -12,7 +12,7 @@ from torch import nn
 
 import fpipe
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, interop, lower, simulate, verify
-from fpipe.costs import Shared
+from fpipe.costs import Shared, Tied
 from fpipe.effects import Activation, Offload, Residuals
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, search
@@ -91,6 +91,16 @@ def test_skips_ties_and_frozen_layers_are_those_of_the_stages():
     # Layer 1 is frozen, and no layer before it is trained: its stage has no input gradient, nor has layer 2.
     assert costs.backward_input[:2] == (0, 0)
     assert costs.backward_weight[:2] == (0, 1)
+
+
+def test_tied_layers_of_one_stage_have_their_parameters_once():
+    costs = Costs(parameters=[8, 1, 1, 1], tied=[Tied(6, (0, 3)), Tied(2, (0, 1))])
+    for layers, tied in [((2, 1, 1), (Tied(6, (0, 2)),)), ((1, 1, 2), (Tied(6, (0, 2)), Tied(2, (0, 1)))), ((4,), ())]:
+        plan = Plan(Placement.loop(4), 2, ties=((0, 3), (0, 1)))
+        grouping = Grouping(plan, layers)
+        placed = grouping.placed(Placement.loop(len(layers)))
+        assert grouping.costs(costs, placed).tied == tied
+        assert {each.stages for each in tied} == {*placed.ties}
 
 
 def test_a_first_layer_without_an_input_gradient_has_none_in_a_stage():
