@@ -16,6 +16,7 @@ from fpipe.schedules.cuts import existing
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
 SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", *UNSCALED)
+HALVES = (BackwardInput, BackwardWeight)
 NEGLIGIBLE = 0.01  # the time of an input gradient that is none, in those of a mean layer's
 
 
@@ -54,8 +55,8 @@ class Grouping:
     def costs(self, costs: Costs, placed: Plan) -> Costs:
         """Return the costs of the stages: times and sizes are sums, outputs are what later stages read.
 
-        What layers of a stage have in common counts once. Input gradients that no stage before needs are steps on the
-        way to weight gradients: those of a stage whose first layer has none.
+        What layers of a stage have in common counts once. Input gradients that no other stage needs, such as those of a
+        stage whose first layer has none, are steps on the way to weight gradients.
         """
         layers = _plain(existing(costs, self.plan))
         sums: dict[str, Any] = {
@@ -70,7 +71,7 @@ class Grouping:
         collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
         between: dict[str, Any] = {"reads": self._reads(layers), "shared": shared, "tied": self._tied(layers)}
         stages = replace(layers, **sums, **between, collectives=collectives)
-        stages = self._without_first_inputs(layers, stages, placed)
+        stages = self._without_unused_inputs(layers, stages, placed)
         return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=costs.slice_scale)
 
     def _sums(self, cost: PerStage) -> list[float]:
@@ -131,26 +132,39 @@ class Grouping:
             return None if stage == consumer else replace(name, stage=stage, consumer=consumer)
         return replace(name, stage=of[name.stage]) if hasattr(name, "stage") else name
 
-    def _without_first_inputs(self, costs: Costs, stages: Costs, placed: Plan) -> Costs:
-        """Return the costs with input gradients that nobody needs as a part of weight gradients.
+    def _without_unused_inputs(self, layers: Costs, stages: Costs, placed: Plan) -> Costs:
+        """Return the costs with the input gradients that no other stage needs as a part of weight gradients.
 
-        The first layer of an unfrozen model has an input gradient by its name, which takes no time. What is then
-        deferred is all that was kept.
+        Those of a layer behind a root in its stage are steps on the way to the root's weight gradients. All that the
+        layer keeps is then deferred.
         """
-        count = range(placed.stages)
-        inputs, weights = ([stages.time(kind(s, 0)) for s in count] for kind in (BackwardInput, BackwardWeight))
-        deferred = [stages.bytes(Deferred(s, 0)) for s in count]
-        own = [costs.time(BackwardInput(layer, 0)) for layer in range(self.plan.stages)]
-        first = 0
-        for s, layers in enumerate(self.layers):
-            is_none = placed.trained is None and s == 0 and layers > 1 and own[0] < NEGLIGIBLE * fmean(own)
-            if not placed.has_input_half(s) or is_none:
-                kept = own[first] if is_none else 0.0
-                weights[s] += inputs[s] - kept
-                inputs[s] = kept
-                deferred[s] = max(deferred[s], stages.bytes(Residuals(s, 0))) if is_none else deferred[s]
-            first += layers
+        inputs, weights = ([stages.time(kind(s, 0)) for s in range(placed.stages)] for kind in HALVES)
+        residuals, deferred = (
+            [stages.bytes(kind(s, 0)) for s in range(placed.stages)] for kind in (Residuals, Deferred)
+        )
+        inner = self._inner(layers)
+        for layer in inner:
+            s, own = self.stage_of[layer], layers.time(BackwardInput(layer, 0))
+            inputs[s], weights[s] = max(0.0, inputs[s] - own), weights[s] + own
+            deferred[s] += max(0.0, layers.bytes(Residuals(layer, 0)) - layers.bytes(Deferred(layer, 0)))
+        for s in {self.stage_of[layer] for layer in inner}:
+            deferred[s] = min(deferred[s], max(residuals[s], stages.bytes(Deferred(s, 0))))
         return replace(stages, backward_input=inputs, backward_weight=weights, deferred=deferred)
+
+    def _inner(self, costs: Costs) -> list[int]:
+        """Return the layers whose input gradients, if any, end inside their stage.
+
+        A root of an unfrozen model has input gradients by its name. Where they take time, they count as such.
+        """
+        plan, of = self.plan, self.stage_of
+        times = [costs.time(BackwardInput(layer, 0)) for layer in range(plan.stages)]
+        reach = set(plan.batch_gradients)  # the layers whose input gradients lead to other stages, or to the batch
+        for layer, time in enumerate(times):
+            sources = plan.differentiated_sources(layer)
+            is_named = plan.trained is None and not plan.sources(layer) and time >= NEGLIGIBLE * fmean(times)
+            if is_named or any(of[source] != of[layer] or source in reach for source in sources):
+                reach.add(layer)
+        return [layer for layer in range(plan.stages) if layer not in reach]
 
 
 def times_of(plan: Plan, costs: Costs) -> list[float]:

@@ -107,9 +107,30 @@ def test_a_first_layer_without_an_input_gradient_has_none_in_a_stage():
     costs = Costs(backward_input=[1e-6, 2, 2, 2], backward_weight=3, residuals=5, deferred=1)
     grouping = Grouping(of_layers(4, 2, 2), [2, 2])
     grouped = grouping.costs(costs, grouping.placed(Placement.loop(2)))
-    assert grouped.backward_input == (1e-6, 4)
-    assert grouped.backward_weight == (8, 6)
+    assert grouped.backward_input == pytest.approx((0, 4))
+    assert grouped.backward_weight == pytest.approx((8, 6))
     assert grouped.deferred == (10, 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "inputs", "weights", "deferred"),
+    [
+        # Layers 0 to 2 are a tower of images; 3 and 4 are one of words, on its own; 5 and 6 read both.
+        ((3, 2, 2), (0, 0, 4), (13, 8, 6), (15, 10, 2)),
+        ((2, 3, 2), (0, 2, 4), (8, 11, 6), (10, 11, 2)),  # layer 2 passes a gradient on; layer 4 does not
+        ((3, 1, 3), (0, 0, 6), (13, 3, 9), (15, 5, 3)),  # layer 4 reads a stage before
+        ((1, 6), (0, 8), (3, 20), (5, 14)),
+        ((7,), (0,), (31,), (35,)),
+    ],
+)
+def test_no_root_of_several_has_an_input_gradient(layers, inputs, weights, deferred):
+    edges = Edges([(), (0,), (1,), (), (3,), (2, 4), (5,)])
+    plan = Plan(Placement.loop(7), 2, edges)
+    costs = Costs(backward_input=[0, 2, 2, 1e-6, 2, 2, 2], backward_weight=3, residuals=5, deferred=1)
+    grouping = Grouping(plan, layers)
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(len(layers))))
+    found = grouped.backward_input, grouped.backward_weight, grouped.deferred
+    assert found == (pytest.approx(inputs, abs=1e-5), pytest.approx(weights, abs=1e-5), pytest.approx(deferred))
 
 
 class Skipping(nn.Module):
