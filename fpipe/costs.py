@@ -28,6 +28,8 @@ BY_DEFAULT = {
     "gradients": ("gathered",),
 }
 UNSCALED = {"parameters", "gathered", "gradients", "update"}  # by the factors of microbatches
+ROUNDING = 1e-9
+"""The relative difference of times, or of bytes, that are the same: sums of them round."""
 WITH_TIED = {"gathered", "gradients"}  # a stage casts, gathers and sums the tied parameters that it uses by itself
 
 

@@ -10,15 +10,13 @@ from dataclasses import replace
 from itertools import product
 from math import floor, inf
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import BackwardInput, BackwardWeight, Forward
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit
 from fpipe.schedules.flights import Flights
 from fpipe.schedules.work import FORWARD, INPUT, Room, Work
-
-ROUNDING = 1e-9
 
 
 @checked()

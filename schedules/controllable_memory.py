@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import inf
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -24,7 +24,7 @@ from fpipe.schedules.v_blocks import (
     squeeze,
 )
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
-from fpipe.schedules.work import ROUNDING, Room, Words, Work, table
+from fpipe.schedules.work import Room, Words, Work, table
 from fpipe.schedules.zb_v import orders as zb_v_orders
 
 

@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from fpipe._format import sized
-from fpipe.costs import Link, PerStage
+from fpipe.costs import ROUNDING, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Schedule
 from fpipe.programs.footprint import footprint
@@ -29,7 +29,7 @@ from fpipe.programs.program import Programs
 from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.schedules.found import Found
 from fpipe.schedules.partitions import FEW, Partition
-from fpipe.schedules.space import FEW_LIMITED, ROUNDING, Cut, Space, limits_of_ranks
+from fpipe.schedules.space import FEW_LIMITED, Cut, Space, limits_of_ranks
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 

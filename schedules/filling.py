@@ -17,7 +17,8 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
-from fpipe.schedules.work import INPUT, ROUNDING, WEIGHT, Room, Words, Work
+from fpipe.costs import ROUNDING
+from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work
 
 ROUNDED = 1 + ROUNDING
 BISECTIONS = 10

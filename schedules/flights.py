@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import floor, inf
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import (
     Activation,
     Backward,
@@ -18,8 +18,6 @@ from fpipe.effects import (
 )
 from fpipe.plan import Plan
 from fpipe.schedules.cuts import existing
-
-ROUNDING = 1e-9
 
 
 class Flights:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fpipe._format import counted, extent, number
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes
 from fpipe.schedules.catalogue import shares
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.timeline import Timeline
-
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from itertools import accumulate, combinations, pairwise
 from math import comb, inf
 from typing import NamedTuple
 
+from fpipe.costs import ROUNDING
 from fpipe.plan import Placement
 
-ROUNDING = 1e-9
 FEW = 512  # cuts that are all tried
 
 

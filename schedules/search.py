@@ -14,7 +14,7 @@ from random import Random
 from typing import Literal
 
 from fpipe._format import format_bytes, sized
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
@@ -28,7 +28,6 @@ from fpipe.timelines.simulator import simulate_programs
 
 Order = Literal["drawn", "peak", "search"]
 EXCHANGED = 60_000  # effects that are simulated to exchange microbatches
-ROUNDING = 1e-9
 
 
 @checked()

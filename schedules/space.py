@@ -37,7 +37,6 @@ Place = int | Placement | Partition
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
 MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
 FEW_LIMITED = 2  # the most for them where cuts are searched too
-ROUNDING = 1e-9
 
 
 class Cut(NamedTuple):

@@ -20,14 +20,14 @@ from itertools import count
 from math import inf
 from typing import NamedTuple
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import ListScheduler, follow
 from fpipe.schedules.requirements import a_v
-from fpipe.schedules.work import ROUNDING, Room, Words, Work
+from fpipe.schedules.work import Room, Words, Work
 
 # A microbatch passes down the ranks through their chunks a, up through their chunks b, and back; then weight gradients.
 FA, FB, IB, IA, WB, WA = range(6)

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from math import inf
 
+from fpipe.costs import ROUNDING
 from fpipe.plan import Plan
 from fpipe.schedules.bounds import Chain
 from fpipe.schedules.filling import Filled, Filling
-from fpipe.schedules.work import INPUT, ROUNDING, Words
+from fpipe.schedules.work import INPUT, Words
 
 Ahead = tuple[int, ...]  # by stage
 PASSES = 8_000_000  # that a search places, at about a microsecond each

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from math import floor
 
 from fpipe._format import format_bytes
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.footprint import RankBytes, check_limit, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.residence import Residence
 from fpipe.schedules.table import from_table
-from fpipe.schedules.work import ROUNDING, Room, Words, table
+from fpipe.schedules.work import Room, Words, table
 
 CORRECTIONS, BISECTIONS = 2, 6
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import (
     Activation,
     BackwardInput,
@@ -32,7 +32,6 @@ Table = dict[int, tuple[Effect, ...]]
 Words = Sequence[Sequence[int]]  # of passes, by rank
 KINDS: tuple[type[Compute], ...] = (Forward, BackwardInput, BackwardWeight)
 FORWARD, INPUT, WEIGHT = range(3)
-ROUNDING = 1e-9
 
 
 class Hop(NamedTuple):

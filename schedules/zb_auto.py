@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from operator import le
 
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
@@ -16,7 +16,7 @@ from fpipe.schedules.list_scheduling import follow, greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.wave import near, wave
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
-from fpipe.schedules.work import INPUT, ROUNDING, WEIGHT, Room, Words, Work, pass_of, peaks, table
+from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work, pass_of, peaks, table
 from fpipe.schedules.zero_bubble import in_rounds
 
 

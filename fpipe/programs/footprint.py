@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes, sized
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
@@ -31,8 +31,6 @@ from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.tables import WEIGHT
-
-ROUNDING = 1e-9
 
 
 class RankBytes(NamedTuple):

@@ -25,11 +25,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Activation, Discard, Effect, Fetch, Offload, Recompute, Residuals, Value, parts
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
-from fpipe.programs.footprint import ROUNDING, bytes_at_ends, check_limit
+from fpipe.programs.footprint import bytes_at_ends, check_limit
 from fpipe.programs.interning import Interning
 from fpipe.programs.lowering import after_sends
 from fpipe.programs.memory import bytes_on, completions_by_rank, live_on
