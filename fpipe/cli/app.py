@@ -99,6 +99,12 @@ def verb(
     return add
 
 
+def on_command_line(context: typer.Context) -> set[str]:
+    """Return the names of a verb's options that are given, and not by default."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
 def _reporting(function: Callable[..., None]) -> Callable[..., None]:
     """Report errors of the arguments and of a user's file, and exit with status 1."""
 

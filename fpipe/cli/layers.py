@@ -1,6 +1,7 @@
 """The layers of which a search makes stages: options and JSON of `fpipe search --layouts`. No torch."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
@@ -23,7 +24,9 @@ class LayerOptions:
     ] = False
     costs_file: Annotated[
         str | None,
-        InPlan("--costs", metavar="FILE", help="JSON of Costs.as_json to read; - is stdin. Options change it."),
+        InPlan(
+            "--costs", metavar="FILE", help="JSON of Costs.as_json to read; - is stdin. Options that are given win."
+        ),
     ] = None
 
     @property
@@ -35,9 +38,19 @@ class LayerOptions:
         """Return the stages of the cut that a result's costs are for."""
         return found.plan.stages if self.layouts else plan.stages
 
-    def model(self, size: ModelOptions, options: CostOptions) -> tuple[Plan, Costs]:
-        """Return the plan of the stages or layers, and their costs."""
-        costs = options.costs if self.costs_file is None else _changed(_read(self.costs_file), options)
+    def model(self, size: ModelOptions, options: CostOptions, asked: Collection[str]) -> tuple[Plan, Costs]:
+        """Return the plan of the stages or layers, and their costs.
+
+        Args:
+            asked: the names of the options on the command line.
+        """
+        costs = options.costs if self.costs_file is None else _changed(_read(self.costs_file), options, asked)
+        if self.layouts and "chunks" in asked:
+            raise typer.BadParameter(
+                "with --layouts costs are those of layers, whatever stages a rank has: leave it out; --loops has the "
+                "numbers of stages on a rank to try",
+                param_hint="--chunks",
+            )
         plan = _of_layers(size, costs) if self.layouts else size.plan
         try:
             costs.check(plan)
@@ -49,15 +62,18 @@ class LayerOptions:
 def _read(name: str) -> Costs:
     try:
         return Costs.from_json(json.loads(read(name)))
+    except ScheduleError as error:
+        raise typer.BadParameter(f"{name}: {error}", param_hint="--costs") from None
     except ValueError as error:
         raise typer.BadParameter(f"{name} is no JSON: {error}", param_hint="--costs") from None
 
 
-def _changed(costs: Costs, options: CostOptions) -> Costs:
-    """Return costs with those that options give."""
-    own, default = options.costs, CostOptions().costs
-    changed = {each.name: getattr(own, each.name) for each in fields(Costs)}
-    return replace(costs, **{name: value for name, value in changed.items() if value != getattr(default, name)})
+def _changed(costs: Costs, options: CostOptions, asked: Collection[str]) -> Costs:
+    """Return costs with those of the options that are on the command line, also where these are as by default."""
+    own = options.costs
+    names = [name for name in asked if name in CostOptions.__dataclass_fields__ and name != "lengths"]
+    names += ["scale", "sizes"] if "lengths" in asked else []
+    return replace(costs, **{name: getattr(own, name) for name in names})
 
 
 def _of_layers(size: ModelOptions, costs: Costs) -> Plan:

@@ -316,18 +316,11 @@ def discovery(results: Sequence[Found]) -> Group:
         lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
     if memory:
         lines.append("memory: of all kinds, on the rank that needs most")
-    lines += [f"residuals are moved or recomputed, as {_moving(each)}" for each in results if each.offload]
+    if any(each.offload for each in results):
+        lines.append("residuals are moved or recomputed, so that they fit")
     if any(each.costs.scale for each in results):
         lines += [f"order of microbatches: {' '.join(map(str, each.order))}" for each in results if each.order]
     return Group(shown, Text("\n".join(lines), "dim"))
-
-
-def _moving(found: Found) -> str:
-    """Return the options that do what a result's pass does."""
-    moved = found.offload
-    assert moved is not None
-    slower = f" --slower {moved.slower:g}" if moved.slower else ""
-    return f"by --offload-limit-bytes {moved.limit_bytes:.0f} --recomputing{slower}"
 
 
 def stages_of(found: Found) -> Table:

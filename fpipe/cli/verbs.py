@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fpipe._format import counted, extent, number, scale_of, sized
-from fpipe.cli.app import verb
+from fpipe.cli.again import again
+from fpipe.cli.app import on_command_line, verb
 from fpipe.cli.layers import LayerOptions, stages_as_json
 from fpipe.cli.layouts import LayoutOptions, ranking, row
 from fpipe.cli.options import (
@@ -331,6 +332,7 @@ def search(
     costs: CostOptions,
     of_world: LayoutOptions,
     of_layers: LayerOptions,
+    context: typer.Context,
     limit: Limit = None,
     limit_bytes: LimitBytes = None,
     loops: Annotated[Any, Chunks(help="Chunks to try with schedules that take any.")] = _CHUNKS,
@@ -370,7 +372,7 @@ def search(
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     if frontier and of_layers.layouts:
         raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
-    plan, stage_costs = of_layers.model(size, costs)
+    plan, stage_costs = of_layers.model(size, costs, on_command_line(context))
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes} | ({"layouts": True} if of_layers.layouts else {})
@@ -395,6 +397,8 @@ def search(
         from fpipe.cli.tables import discovery, stages_of
 
         show(discovery(results), *([stages_of(results[0])] if of_layers.layouts else []))
+        if of_layers.layouts:
+            print(again(results[0], Memory(limit, limit_bytes)))
     if out and results[0].offload:
         raise typer.BadParameter("the file has no effects that move residuals: allow more memory", param_hint="--out")
     if out:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -23,7 +24,11 @@ from typer import testing
 import fpipe
 from fpipe import Costs, Edges, Placement, Plan, ScheduleError, schedules
 from fpipe.cli import app
+from fpipe.cli.again import again as command
+from fpipe.cli.resolve import Memory
 from fpipe.cli.tables import gantt
+from fpipe.costs import Shared
+from fpipe.effects import Residuals
 from fpipe.flight import recording
 from fpipe.flight.format import FOLDER
 from fpipe.interop.checkpoints.slots import Slot
@@ -763,6 +768,109 @@ def test_search_makes_stages_of_layers(tmp_path):
     assert re.search(r"^stage +rank +layers +forward +backward +residuals +parameters$", shown, re.MULTILINE)
     moved = told(*job, "--optimizer", "0", "--memory-limit-bytes", "30", "--offload", "0.1", "--fetch", "0.1")
     assert max(rank["total"] for rank in moved["memory"]) <= 30
+
+
+TIMES = "1,2,1,1,2,3"
+OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward", TIMES, "--backward-input", TIMES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--communication", "0.5:100", "--activation", "3"),
+        ("--communication", "0-1=0.25,1-0=0.5", "--lengths", "1,2,1,1,2,1"),
+        ("--residuals", "2", "--parameters", "4,1,1,1,1,4", "--optimizer", "0", "--memory-limit-bytes", "30"),
+        ("--residuals", "2", "--optimizer", "0", "--memory-limit-bytes", "10.5", "--offload", "0.1", "--fetch", "0.1"),
+        (
+            "--residuals",
+            "2",
+            "--optimizer",
+            "0",
+            "--memory-limit-bytes",
+            "10.5",
+            "--offload",
+            "0:20",
+            "--fetch",
+            "1:30",
+        ),
+        ("--residuals", "2", "--deferred", "1", "--memory-limit", "2.5", "--trained", "2-5"),
+        ("--replicas", "2", "--parameters", "4", "--gather", "0.5:8", "--scatter", "1", "--memory-limit-bytes", "40"),
+    ],
+)
+def test_the_command_that_a_search_of_layers_shows_gives_the_same_step(options):
+    job = (*OF_LAYERS, "--microbatches", "6", *options)
+    found = told(*job)
+    (line,) = (line for line in run(*job).stdout.splitlines() if line.startswith("The same step: "))
+    program, *words = shlex.split(line.removeprefix("The same step: "))
+    again = told(*words)
+    assert program == "fpipe"
+    for name in ("schedule", "makespan", "cost", "memory"):
+        assert again[name] == found[name], name
+
+
+@pytest.mark.parametrize(
+    "copies", [{"offload": 0.1, "fetch": 0.1}, {"offload": fpipe.Link(0, 20), "fetch": 0.1}, {"recompute": 0.01}]
+)
+def test_the_command_moves_the_residuals_that_the_search_moved(copies):
+    costs = Costs(*[[1, 2, 1, 1, 2, 3]] * 3, residuals=[1, 4, 4, 8, 4, 4], optimizer=0, **copies)
+    plan, options = Plan(Placement([0, 0, 0, 1, 1, 1]), 6), {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    limit = 0.85 * search(plan, costs, **options).bytes
+    found = search(plan, costs, memory_limit_bytes=limit, **options)
+    assert found.offload
+    again = told(*shlex.split(command(found, Memory(None, limit)).removeprefix("The same step: fpipe ")))
+    assert (again["makespan"], again["cost"]) == (found.timeline.makespan, found.timeline.cost)
+    assert max(rank["total"] for rank in again["memory"]) == found.bytes <= limit
+
+
+def test_of_costs_that_no_option_has_no_command_is_shown(tmp_path):
+    file = tmp_path / "layers.json"
+    shared = Shared(1, (Residuals(0, 0), Residuals(2, 0)))
+    file.write_text(json.dumps(Costs(forward=[1, 2, 1], residuals=2, shared=[shared]).as_json()))
+    shown = run("search", "--layouts", "--ranks", "2", "--microbatches", "4", "--costs", file, "--loops", "1").stdout
+    assert "No options have all of this: schedules.search(layouts=True) in Python" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"forward": 2, "optimizer": 0, "communication": 0.5}),
+        (("--forward", "1"), {"forward": 1, "optimizer": 0, "communication": 0.5}),
+        (("--communication", "0"), {"forward": 2, "optimizer": 0}),
+        (("--optimizer", "2", "--lengths", "1,3"), {"forward": 2, "communication": 0.5, "scale": [0.5, 1.5]}),
+    ],
+)
+def test_options_that_are_given_win_over_a_file_of_costs_also_as_by_default(tmp_path, options, expected):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(Costs(forward=2, optimizer=0, communication=0.5, parameters=1).as_json()))
+    plan, costs = Plan(Placement.loop(2), 2), Costs(**expected, parameters=1)
+    best = search(plan, costs, chunks=(1,), memory_limit_bytes=100)
+    job = ("search", "--ranks", "2", "--microbatches", "2", "--loops", "1", "--memory-limit-bytes", "100")
+    found = told(*job, "--costs", file, *options)
+    assert (found["cost"], found["memory"][0]["total"]) == (best.timeline.cost, best.footprint[0].total)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON: Expecting property name"),
+        ("[1]", "these are no costs as of Costs.as_json"),
+        ('{"forward": -1}', "forward must be a finite number of at least 0, not -1"),
+        ('{"froward": 1}', "these are no costs as of Costs.as_json: "),
+    ],
+)
+def test_the_fault_of_a_file_of_costs_is_named(tmp_path, content, message):
+    file = tmp_path / "costs.json"
+    file.write_text(content)
+    found = said(run("search", *SMALL, "--costs", file, status=2))
+    assert message in found
+    assert ("is no JSON" in found) == (content == "{")
+
+
+def test_layers_are_no_stages_of_a_rank():
+    found = said(run(*OF_LAYERS, "--microbatches", "4", "--chunks", "2", status=2))
+    assert "with --layouts costs are those of layers" in found
+    assert "--loops has the numbers of stages on a rank to try" in found
 
 
 def test_search_tries_the_chunks_asked_for():
