@@ -3,8 +3,9 @@
 Every schedule in a fixed order starts on each of its placements with the layers cut evenly in number and evenly in
 time; one that orders for the costs, which takes longer, evenly in time and with few stages on a rank. From the best of
 these, layers move from stage to stage while that makes the simulated step faster, or needs less memory where it exceeds
-a limit. Where few cuts exist, all are tried, as long as that takes not too long. Schedules that order under limits then
-order on the best cuts. What is fast but needs too much memory has residuals moved to the host, or recomputed.
+a limit; the most promising take most of the time. Where few cuts exist, all are tried, as long as that takes not too
+long. Schedules that order under limits then order on the best cuts. What is fast but needs too much memory has
+residuals moved to the host, or recomputed.
 
 Invariants:
 - The result is never worse than any of those that it starts from.
@@ -33,7 +34,7 @@ from fpipe.schedules.space import FEW_LIMITED, Cut, Space, limits_of_ranks
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 
-SIMULATED, AT_ONCE = 3_000_000, 1_000_000  # effects, in all and from one result on
+SIMULATED = 3_000_000  # effects
 ORDERED = 200  # effects that are simulated in the time of ordering a stage's pass of one microbatch by costs
 SEEDS, ON_CUTS = 6, 3  # results from which layers move, and cuts on which schedules order under a limit
 PROMISING = 1.1  # times the cost of the best of these
@@ -66,11 +67,11 @@ class Layouts:
                 f"{names} make no stages of {self.space.plan.stages} layers on {self.space.plan.ranks} ranks: each "
                 "stage has at least one; try fewer chunks, other schedules, or finer layers"
             )
-        fixed += [self._descended(seed, self._within) for seed in self._seeds(fixed, self._within)]
-        if self.limit_bytes is not None:
-            fixed += [self._descended(seed, _fastest) for seed in self._seeds(fixed, _fastest)]
+        keys = [self._within, *([_fastest] if self.limit_bytes is not None else [])]
+        for done, key in enumerate(keys):
+            fixed += self._descended(self._seeds(fixed, key), key, self.left / (len(keys) + 1 - done))
         ordered += self._reordered([*fixed, *ordered])
-        ordered += [self._descended(seed, self._within) for seed in self._seeds(ordered, self._within)]
+        ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
         results = [*fixed, *ordered]
         if self.limit_bytes is not None:
             results += self._moved(results)
@@ -107,22 +108,51 @@ class Layouts:
         best = _of_each(results, key)[:SEEDS]
         return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
 
-    def _descended(self, found: Found, key: Key) -> Found:
-        """Return the best result that moving layers leads to."""
-        entry, tried, least = named(found.name), set[Partition](), self.left - AT_ONCE
-        better: Found | None = found
-        while better is not None:
-            found, better = better, None
-            cuts = [cut for cut in self._near(found) if cut not in tried]
+    def _descended(self, seeds: Sequence[Found], key: Key, effects: float) -> list[Found]:
+        """Return the best results that moving layers leads to, from each seed.
+
+        In each of some rounds all simulate as many effects, and the better half of them go on (successive halving:
+        Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016).
+        What is left then goes to those that were stopped, the best first.
+        """
+        best, end = [*seeds], self.left - effects
+        unfinished = {n: self._descent(seed, key) for n, seed in enumerate(seeds)}
+
+        def by_promise(numbers: Iterable[int]) -> list[int]:
+            return sorted((n for n in numbers if n in unfinished), key=lambda n: key(best[n]))
+
+        def go_on(n: int, until: float) -> None:
+            while self.left > until and n in unfinished:
+                if (found := next(unfinished[n], None)) is None:
+                    del unfinished[n]
+                else:
+                    best[n] = found
+
+        going = [*unfinished]
+        for rounds in range(len(seeds).bit_length(), 0, -1):
+            share = (self.left - end) / (rounds * max(1, len(going)))
+            for n in going:
+                go_on(n, self.left - share)
+            going = by_promise(going)[: (len(going) + 1) // 2]
+        for n in by_promise(unfinished):
+            go_on(n, end)
+        return best
+
+    def _descent(self, found: Found, key: Key) -> Iterator[Found]:
+        """Yield the best result so far after each cut that is tried, as long as moving layers leads to better ones."""
+        entry, tried, is_better = named(found.name), set[Partition](), True
+        while is_better:
+            is_better, cuts = False, [cut for cut in self._near(found) if cut not in tried]
             for cut in cuts if len(tried) + len(cuts) < FEW else cuts[:TRIES]:
-                if self.left <= max(0.0, least) or self._is_hopeless(cut, found, key):
+                if self._is_hopeless(cut, found, key):
                     break
                 tried.add(cut)
                 result = self._result(entry, cut, found, key)
-                if result is not None and key(result) < key(found):
-                    better = result
+                is_better = result is not None and key(result) < key(found)
+                found = result if result is not None and is_better else found
+                yield found
+                if is_better:
                     break
-        return found
 
     def _near(self, found: Found) -> list[Partition]:
         return Partition(found.plan.placement, found.layers).near(self.space.times)
