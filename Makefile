@@ -52,7 +52,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mesh
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.timed
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.frozen
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.layouts
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.strategies
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.partitions
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.scale

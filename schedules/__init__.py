@@ -19,7 +19,6 @@ from fpipe.schedules.interleaved import (
     interleaved_1f1b_overlap as interleaved_1f1b_overlap,
 )
 from fpipe.schedules.interleaved_zb import interleaved_zb as interleaved_zb
-from fpipe.schedules.layouts import Layout as Layout, layouts as layouts
 from fpipe.schedules.looped_bfs import looped_bfs as looped_bfs
 from fpipe.schedules.machines import MACHINES as MACHINES, Machine as Machine
 from fpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
@@ -27,6 +26,7 @@ from fpipe.schedules.seq_1f1b import seq_1f1b as seq_1f1b, seq_zb as seq_zb
 from fpipe.schedules.found import Found as Found
 from fpipe.schedules.search import pareto as pareto, search as search
 from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
+from fpipe.schedules.strategies import Strategy as Strategy, strategies as strategies
 from fpipe.schedules.table import from_table as from_table
 from fpipe.schedules.vocabulary_1f1b import vocabulary_1f1b as vocabulary_1f1b
 from fpipe.schedules.zb_auto import zb_auto as zb_auto

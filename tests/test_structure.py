@@ -302,7 +302,7 @@ SURFACE = {
     "fpipe.schedules": " ".join(
         sorted(
             {*FUNCTIONS, "CATALOGUE", "Found", "from_table", "get", "lower_bound", "pareto", "search"}
-            | {"Layout", "MACHINES", "Machine", "ModelShape", "SHAPES", "layouts", "updating"}
+            | {"MACHINES", "Machine", "ModelShape", "SHAPES", "Strategy", "strategies", "updating"}
         )
     ),
     "fpipe.parallel": """

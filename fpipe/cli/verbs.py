@@ -14,7 +14,6 @@ from fpipe._format import counted, extent, number, scale_of, sized
 from fpipe.cli.again import again
 from fpipe.cli.app import on_command_line, verb
 from fpipe.cli.layers import LayerOptions, stages_as_json
-from fpipe.cli.layouts import LayoutOptions, ranking, row
 from fpipe.cli.options import (
     SCHEDULE_HELP,
     Chunks,
@@ -34,6 +33,7 @@ from fpipe.cli.options import (
 )
 from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
 from fpipe.cli.resolve import Memory, Played, ScheduleOptions, enforce_limit, played, read, resolve
+from fpipe.cli.strategies import StrategyOptions, ranking, row
 from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -330,7 +330,7 @@ def _tried(name: str, loops: tuple[int, ...]) -> tuple[int | None, ...]:
 def search(
     size: ModelOptions,
     costs: CostOptions,
-    of_world: LayoutOptions,
+    of_world: StrategyOptions,
     of_layers: LayerOptions,
     context: typer.Context,
     limit: Limit = None,
@@ -354,17 +354,17 @@ def search(
     With --layouts, costs are those of layers, one a layer: search also where to
     cut them into stages, and what to move out of memory.
 
-    With --world in place of --ranks, search the layouts of a transformer over
+    With --world in place of --ranks, search parallel strategies of a transformer over
     so many ranks: pipelines, replicas, tensor, context and expert parallel.
     """
     if of_world.world is not None:
         others = {"--memory-limit": limit, "--pareto": frontier or None, "--out": out}
         of_world.refuse(size, costs, **others, **of_layers.given)
-        layouts = of_world.layouts(loops, limit_bytes)
+        strategies = of_world.strategies(loops, limit_bytes)
         if as_json:
-            print_json([row(layout) for layout in layouts])
+            print_json([row(strategy) for strategy in strategies])
         else:
-            show(*ranking(layouts))
+            show(*ranking(strategies))
         return
     if frontier and order != "drawn":
         raise typer.BadParameter("the front is that of microbatches as drawn", param_hint="--order")

@@ -1230,7 +1230,7 @@ def test_sizes_that_are_none_are_refused(text):
 WORLD = ("search", "--world", "4", "--machine", "a100", "--rows", "1", "--schedules", "1f1b,zb-v", "--loops", "1")
 
 
-def test_search_ranks_the_layouts_of_a_world():
+def test_search_ranks_the_strategies_of_a_world():
     rows = told(*WORLD, "--model", "gpt2", "--batch", "16", "--top", "3", "--memory-limit-bytes", "16GiB")
     assert [math.prod(row[name] for name in ("pp", "dp", "tp", "cp", "ep")) for row in rows] == [4, 4, 4]
     assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
@@ -1244,7 +1244,7 @@ def test_search_ranks_the_layouts_of_a_world():
     assert re.search(r"^pp +dp +tp +cp +ep +schedule +v +resident +rows +remat +step +tokens/s +MFU", shown)
     assert len(re.findall(r"^ *\d+ +\d+ +1 +\d+ +2 +(?:1f1b|zb-v) ", shown, re.MULTILINE)) == 3
     noted = run(*WORLD, "--model", "gpt2", "--memory-limit-bytes", "1MiB", status=1).stderr
-    assert "no layout keeps to 1 MiB on a rank: the least reached is" in " ".join(noted.split())
+    assert "no strategy keeps to 1 MiB on a rank: the least reached is" in " ".join(noted.split())
 
 
 @pytest.mark.parametrize(

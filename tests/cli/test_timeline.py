@@ -449,8 +449,8 @@ def test_simulate_writes_what_timeline_reads(tmp_path):
     )
     timeline = told("timeline", logdir)
     simulated = told("simulate", "1f1b", *plan)
-    for layout in ("resident", "memory", "stage_share", "lower_bound"):  # not in a file
-        del simulated[layout]
+    for name in ("resident", "memory", "stage_share", "lower_bound"):  # not in a file
+        del simulated[name]
     assert {key: timeline[key] for key in simulated} == simulated
     assert (timeline["kind"], timeline["step"], timeline["unit"]) == ("predicted", 0, "")
     assert timeline["peak_memory"] == [None] * 3

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import layouts, models, restart_job, timed
+from benchmarks import models, restart_job, strategies, timed
 from fpipe import Costs
-from fpipe.schedules.layouts import Degrees
+from fpipe.schedules.strategies import Degrees
 from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM
 
@@ -298,29 +298,29 @@ def test_costs_of_a_model_that_grows():
     assert found.activation == (5, 5, 5, 5)
 
 
-def of_layouts(rank, degrees, layer):
-    """The rows of layouts with some degrees in a process, of one round."""
-    (rows,) = layouts.job(rank, 4, degrees, layer, 1)
+def of_strategies(rank, degrees, layer):
+    """The rows of strategies with some degrees in a process, of one round."""
+    (rows,) = strategies.job(rank, 4, degrees, layer, 1)
     return rows
 
 
-def test_layouts_by_timed_stages(pools):
+def test_strategies_by_timed_stages(pools):
     """Twice: a pipeline with replicas, and one whose tensor-parallel collectives are slept."""
     layer = 0.5e-3
-    rows = pools(4).run(of_layouts, [Degrees(2, 2, 1, 1), Degrees(2, 1, 2, 1)], layer)[0]
+    rows = pools(4).run(of_strategies, [Degrees(2, 2, 1, 1), Degrees(2, 1, 2, 1)], layer)[0]
     assert {(row["pp"], row["dp"], row["tp"], row["schedule"]) for row in rows} == {
-        (2, dp, tp, schedule) for dp, tp in [(2, 1), (1, 2)] for schedule in layouts.SCHEDULES
+        (2, dp, tp, schedule) for dp, tp in [(2, 1), (1, 2)] for schedule in strategies.SCHEDULES
     }
     for row in rows:
         assert row.keys() >= TIMED
         assert (row["collectives"] > 0) == (row["tp"] > 1)
-        slept = 3 * layer * models.LAYERS * layouts.BATCH / 4
+        slept = 3 * layer * models.LAYERS * strategies.BATCH / 4
         assert min(row["predicted_ms"], row["measured_ms"]) >= 1e3 * slept
 
 
 def test_pairs_that_are_apart_have_an_order():
     rows = [{"predicted_ms": p, "measured_ms": m} for p, m in [(100, 130), (104, 120), (110, 129)]]
-    assert layouts.disordered(rows) == [(rows[0], rows[2])]
+    assert strategies.disordered(rows) == [(rows[0], rows[2])]
 
 
 def test_faults(printed):

@@ -1,275 +1,377 @@
-"""Layouts of transformers: arithmetic of shapes and machines, costs of stages, and the ranking.
+"""Layouts whose cuts are searched too: no worse than those they start from, within their limits, and as brute force."""
 
-Oracles: published parameter counts and formulas, closed forms written out by hand, and a search that simulates all.
-"""
-
+from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
-from itertools import count
-from types import SimpleNamespace
+from itertools import pairwise, product
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 import fpipe
-from fpipe import Costs, Link, Placement, Plan, schedules
-from fpipe.effects import Backward, BackwardInput, Forward
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, interop, lower, simulate, verify
+from fpipe.costs import Shared, Tied
+from fpipe.effects import Activation, Offload, Residuals
+from fpipe.programs.footprint import footprint
+from fpipe.schedules import CATALOGUE, search
 from fpipe.schedules.cuts import recut
-from fpipe.schedules.layouts import Degrees, layouts
-from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
-from fpipe.schedules.shapes import SHAPES, ModelShape
-from tests.support.combinations import thorough
+from fpipe.schedules.grouping import Grouping
+from fpipe.schedules.partitions import Partition, balanced, even, levelled
+from fpipe.timelines.simulator import simulate_programs
+from tests.support.combinations import examples, few, thorough
 
-module = import_module("fpipe.schedules.layouts")  # the package has the function by that name
-
-# Narayanan et al. 2021, table 1, and Korthikanti et al. 2023, table 3: layers, hidden, heads, parameters in 1e9.
-MEGATRON = [(48, 6144, 64, 22), (96, 12288, 96, 175), (105, 20480, 128, 530), (128, 25600, 160, 1008)]
-TINY = ModelShape(layers=4, hidden=8, heads=2, vocabulary=16, sequence=4)
-SLOW = Machine({"float32": 1e6}, bandwidth=1e12, memory=1e9, inside=Link(1, 1e3), between=Link(2, 1e2), on_host=2)
-SLOW = replace(SLOW, efficiency=1.0)
-
-
-def megatron(layers, hidden, heads):
-    return ModelShape(layers, hidden, heads, 51200, 2048, biases=True, dropout=True, fused_attention=False, tied=True)
-
-
-def test_parameters_are_the_published_ones():
-    """Those of the published checkpoints, which list every tensor."""
-    published = {"gpt2": 124_439_808, "llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496}
-    published |= {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}
-    assert {name: shape.parameters for name, shape in SHAPES.items()} == published
-    for layers, hidden, heads, billions in MEGATRON:
-        assert megatron(layers, hidden, heads).parameters == pytest.approx(1e9 * billions, rel=0.015)
+UNEVEN = Costs(
+    forward=[0.2, 1, 1, 2, 1, 1, 4],
+    backward_input=[0.2, 1, 1, 2, 1, 1, 4],
+    backward_weight=[0.2, 1, 1, 2, 1, 1, 4],
+    communication=0.1,
+    residuals=[1, 4, 4, 8, 4, 4, 6],
+    deferred=[1, 2, 2, 4, 2, 2, 3],
+    parameters=[8, 2, 2, 8, 2, 2, 8],
+    activation=1,
+)
 
 
-@pytest.mark.parametrize(("layers", "hidden", "heads"), [row[:3] for row in MEGATRON])
-def test_flops_are_those_of_the_paper(layers, hidden, heads):
-    """Korthikanti et al., equation 7; and 6 times parameters and tokens, with the scores beside."""
-    shape, tokens, s, v = megatron(layers, hidden, heads), 64 * 2048, 2048, 51200
-    paper = 72 * tokens * layers * hidden**2 * (1 + s / (6 * hidden) + v / (12 * hidden * layers))
-    assert shape.step_flops(tokens) == pytest.approx(paper)
-    scores = 12 * layers * hidden * s * tokens
-    assert shape.step_flops(tokens) - scores == pytest.approx(6 * shape.parameters * tokens, rel=0.002)
+def of_layers(count, ranks, microbatches, **options):
+    """The plan of layers on ranks, where it does not matter on which."""
+    return Plan(Placement([layer * ranks // count for layer in range(count)]), microbatches, **options)
 
 
-@pytest.mark.parametrize(("layers", "hidden", "heads"), [row[:3] for row in MEGATRON])
-def test_kept_bytes_are_those_of_the_paper(layers, hidden, heads):
-    """Korthikanti et al., table 2; the share of the scores is printed as 70 % at 175 B, and as 65 % at 530 B."""
-    shape, t, s, b = megatron(layers, hidden, heads), 8, 2048, 4
-    a, unit = heads * s / hidden, s * b * hidden
-    assert shape.layer_kept(b).residuals == pytest.approx(unit * (34 + 5 * a))
-    assert shape.layer_kept(b, tp=t).residuals == pytest.approx(unit * (10 + 24 / t + 5 * a / t))
-    whole = shape.layer_kept(b, tp=t, sequence_parallel=True, gathered_again=True).residuals
-    assert whole == pytest.approx(unit / t * (34 + 5 * a))
-    traced = shape.layer_kept(b, tp=t, sequence_parallel=True).residuals
-    assert traced == pytest.approx(whole + unit * 4 * (1 - 1 / t))  # the gathered inputs of two products
-    if printed := {12288: 70, 20480: 65}.get(hidden):
-        assert 100 * 5 * a / (34 + 5 * a) == pytest.approx(printed, abs=0.5)
-    few = replace(shape, fused_attention=True).layer_kept(b).residuals
-    assert few == pytest.approx(unit * 34 + 4 * heads * s * b)
+def figures_of(name, partition, plan, costs):
+    """The cost of a named schedule on stages of layers, and its most bytes."""
+    grouping = Grouping(plan, partition.layers)
+    placed = grouping.placed(partition.placement)
+    grouped = grouping.costs(costs, placed)
+    programs = lower(CATALOGUE[name].schedule(placed, grouped), placed)
+    return simulate_programs(programs, grouped).cost, max(each.total for each in footprint(programs, grouped))
 
 
-def test_context_parallel_ranks_keep_all_keys():
-    shape = SHAPES["llama-8b"]
-    one, two = shape.layer_kept(1).residuals, shape.layer_kept(1, cp=2).residuals
-    assert two == one / 2 + 2 * 2 * 1024 * 8192 / 2
+# Stages of layers
 
 
-def test_rings_by_hand():
-    link = Link(latency=1, bandwidth=10)
-    assert gathering(link, 1, 100) == summing(link, 1, 100) == 0
-    assert gathering(link, 4, 100) == 3 * (1 + 2.5)
-    assert summing(link, 4, 100) == 2 * gathering(link, 4, 100)
+@given(st.sampled_from([(6, 3), (8, 2), (8, 4), (5, 5)]), st.data())
+def test_equal_groups_cost_what_an_even_split_does(sizes, data):
+    count, stages = sizes
+    numbers = st.lists(st.integers(1, 9).map(float), min_size=count, max_size=count)
+    names = ("forward", "backward_input", "backward_weight", "backward", "residuals", "parameters", "activation")
+    costs = Costs(**{name: data.draw(numbers) for name in names}, scale=[1, 2], communication=Link(1, 2))
+    grouping = Grouping(of_layers(count, stages, 2), [count // stages] * stages)
+    placed = grouping.placed(Placement.loop(stages))
+    assert placed == Plan(Placement.loop(stages), 2)
+    found, expected = grouping.costs(costs, placed), recut(costs, count, stages)
+    for name in (*names, "scale", "sizes", "communication"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name)), name
 
 
-def one(pp, dp, tp, cp, ep=1, shape=TINY, **options):
-    """The only layout of the tiny model with these degrees."""
-    degrees = {"pp": [pp], "dp": [dp], "tp": [tp], "cp": [cp], "ep": [ep]}
-    options = {"batch": 8, "rows": [1], "schedules": ["1f1b"], "remat": ["none"], **degrees, **options}
-    (layout,) = layouts(shape, pp * dp * tp * cp * ep, SLOW, **options)
-    return layout
+def test_what_layers_of_a_stage_share_counts_once():
+    shared = [
+        Shared(3, (Residuals(0, 0), Residuals(1, 0), Activation(0, 0))),
+        Shared(2, (Activation(1, 0), Residuals(2, 0))),
+    ]
+    plan, costs = of_layers(4, 2, 2), Costs(residuals=10, activation=5, shared=shared)
+    grouping = Grouping(plan, [2, 2])
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(2)))
+    assert grouped.residuals == (17, 20)
+    assert grouped.activation == (5, 5)
+    assert grouped.shared == (Shared(2, (Activation(0, 0), Residuals(1, 0))),)
 
 
-def test_stages_cost_what_the_closed_forms_say():
-    layout = one(pp=2, dp=1, tp=1, cp=1)
-    products = 12 * 8**2
-    layer, scores, head = 2 * 4 * products / 1e6, 4 * 4 * 4 * 8 / 1e6, 2 * 4 * 8 * 16 / 1e6
-    assert layout.layers == (2, 2)
-    costs = layout.costs
-    assert costs.forward == pytest.approx((2 * (layer + scores), 2 * (layer + scores) + head))
-    assert costs.backward_input == pytest.approx((0, 2 * (layer + 2.5 * scores) + head))
-    assert costs.backward_weight == pytest.approx((2 * (2 * layer + 2.5 * scores), 2 * layer + head))
-    assert costs.parameters == pytest.approx((4 * (2 * 784 + 128), 4 * (2 * 784 + 136)))
-    assert layout.tokens == 32
-    assert layout.tokens_per_second == 32 / layout.step
-    assert layout.mfu == pytest.approx(TINY.step_flops(32) / (2 * 1e6 * layout.step))
-    assert layout.step == pytest.approx(layout.timeline.makespan, rel=1e-6)
-    again = one(pp=2, dp=1, tp=1, cp=1, remat=["full"]).costs
-    assert again.backward_input[1] - costs.backward_input[1] == pytest.approx(costs.forward[1])
-    assert again.residuals[0] == 4 * 8 * 4
+def test_skips_ties_and_frozen_layers_are_those_of_the_stages():
+    edges = Edges([(), (0,), (1,), (0, 2), (3,)])
+    plan = Plan(Placement.loop(5), 2, edges, ties=((0, 4), (1, 2)), trained=[2, 4])
+    grouping = Grouping(plan, [1, 2, 1, 1])
+    placed = grouping.placed(Placement.loop(4))
+    assert placed.edges == Edges([(), (0,), (0, 1), (2,)])
+    assert (placed.ties, sorted(placed.trained)) == (((0, 3),), [1, 3])
+    costs = grouping.costs(Costs(activation=[8, 1, 1, 1, 1], reads={(0, 3): 2}), placed)
+    assert costs.activation == (8, 1, 1, 1)
+    assert costs.reads == {(0, 2): 2}
+    # Layer 1 is frozen, and no layer before it is trained: its stage has no input gradient, nor has layer 2.
+    assert costs.backward_input[:2] == (0, 0)
+    assert costs.backward_weight[:2] == (0, 1)
 
 
-def test_collectives_inside_pieces_are_a_share_of_their_time():
-    """Two all-reduces of 128 bytes for a layer, and one for the embedding; keys and values of 64 bytes each."""
-    whole, halves = one(pp=1, dp=1, tp=1, cp=1), one(pp=1, dp=1, tp=2, cp=1)
-    summed, three = 2 * (1 + 64 / 1e3), 3 * 2 * (1 + 8 / 1e3)
-    collectives = halves.costs.collectives
-    assert collectives[Forward] == pytest.approx((4 * 2 * summed + summed + three,))
-    assert collectives[BackwardInput] == (0,)  # the first stage's are in its weight gradient
-    assert halves.costs.forward[0] == pytest.approx(whole.costs.forward[0] / 2 + collectives[Forward][0], rel=1e-3)
-    keys = 2 * (1 + 64 / 1e3)
-    shared = one(pp=1, dp=1, tp=1, cp=2)
-    assert shared.costs.collectives[Forward] == pytest.approx((4 * keys,))
-    assert 0.9 < halves.collectives < 1
-    assert whole.collectives == 0
-    both = one(pp=1, dp=1, tp=2, cp=2)  # context parallel is between hosts
-    tensor = (4 * 2 + 1) * 2 * (1 + 32 / 1e3) + 3 * 2 * (1 + 4 / 1e3)
-    assert both.costs.collectives[Forward] == pytest.approx((4 * 2 * (2 + 32 / 1e2) + tensor,))
+def test_tied_layers_of_one_stage_have_their_parameters_once():
+    costs = Costs(parameters=[8, 1, 1, 1], tied=[Tied(6, (0, 3)), Tied(2, (0, 1))])
+    for layers, tied in [((2, 1, 1), (Tied(6, (0, 2)),)), ((1, 1, 2), (Tied(6, (0, 2)), Tied(2, (0, 1)))), ((4,), ())]:
+        plan = Plan(Placement.loop(4), 2, ties=((0, 3), (0, 1)))
+        grouping = Grouping(plan, layers)
+        placed = grouping.placed(Placement.loop(len(layers)))
+        assert grouping.costs(costs, placed).tied == tied
+        assert {each.stages for each in tied} == {*placed.ties}
 
 
-def test_a_timeline_adds_up_collectives():
-    costs = Costs(forward=2, collectives={Forward: [1, 0.5], BackwardInput: 0.25}, scale=(1, 2))
-    plan = Plan(Placement.loop(2), 2)
-    timeline = fpipe.simulate(schedules.one_f_one_b, plan, costs)
-    assert timeline.collectives == [3 * (1 + 0.25), 3 * (0.5 + 0.25)]
-    assert timeline.makespan == fpipe.simulate(schedules.one_f_one_b, plan, replace(costs, collectives={})).makespan
-    assert costs.collective(Backward(1, 1)) == 0.5
-    assert Costs(collectives={Forward: 9}).collective(Forward(0, 0)) == 1  # no more than its time
-    assert recut(costs, 2, 4).collectives[Forward] == (0.5, 0.5, 0.25, 0.25)
-    with pytest.raises(fpipe.ScheduleError, match="collectives has 2 entries for Forward"):
-        costs.check(Plan(Placement.loop(3), 2))
-
-
-EXPERTS = replace(TINY, experts=4, experts_per_token=2, capacity_factor=1.0)
-ATTENTION, ROUTER, NORMS, EXPERT, ENDS = 256, 8 * 4, 16, 512, 2 * 128 + 8  # numbers of the tiny model
-
-
-def test_experts_cost_what_the_closed_forms_say():
-    """Two exchanges of 2 slots for each of 4 tokens in a layer's forward; all slots are computed, all weights read."""
-    layout = one(pp=1, dp=1, tp=1, cp=1, ep=2, shape=EXPERTS)
-    exchanges, products = 4 * 2 * (1 + 2 * 4 * 32 / 2 / 1e3), 2 * 4 * (ATTENTION + ROUTER + 2 * EXPERT) / 1e6
-    scores, head = 4 * 4 * 4 * 8 / 1e6, 2 * 4 * 8 * 16 / 1e6
-    costs = layout.costs
-    assert costs.collectives[Forward] == pytest.approx((exchanges,))
-    assert costs.forward == pytest.approx((exchanges + 4 * (products + scores) + head,))
-    assert costs.backward_weight == pytest.approx((exchanges + 4 * (2 * products + 2.5 * scores) + 2 * head,))
-    rest = 4 * (ATTENTION + ROUTER + NORMS) + ENDS
-    assert costs.parameters == (4 * (rest + 4 * 2 * EXPERT),)
-    assert costs.scatter == pytest.approx((2 * (1 + 4 * rest / 2 / 1e3),))  # no other rank has these experts
-    assert (costs.gather, costs.shards, layout.plan.replicas) == ((0,), 1, 2)
-    assert layout.mfu == pytest.approx(EXPERTS.step_flops(32) / (2 * 1e6 * layout.step))
-
-    both = one(pp=1, dp=2, tp=1, cp=1, ep=2, shape=EXPERTS)  # replicas are on other hosts
-    (size,) = both.costs.parameters
-    assert both.costs.gather == pytest.approx((2 + size / 2 / 1e2,))
-    assert both.costs.scatter == pytest.approx((2 + size / 2 / 1e2 + 2 * (1 + 4 * rest / 2 / 2 / 1e3),))
-    assert both.footprint[0].parameters == size / 2
-
-
-def test_numbers_of_experts_by_hand():
-    assert SHAPES["mixtral-8x7b"].active_parameters == 12_879_925_248  # 12.9e9 in the paper's table
-    padded = replace(EXPERTS, capacity_factor=1.5)
-    assert padded.layer_flops(4).model == EXPERTS.layer_flops(4).model
-    assert padded.layer_flops(4).forward - EXPERTS.layer_flops(4).forward == 2 * 4 * EXPERT
-    assert replace(EXPERTS, capacity_factor=9.0).slots == 4  # as many as tokens, for each expert
-    one_token = replace(EXPERTS, sequence=1, gated=True)
-    dense = replace(one_token, experts=None, experts_per_token=1).layer_kept(1, 4)
-    kept = one_token.layer_kept(1, 4, ep=2)
-    # 2 slots of 8 inputs, 2 outputs, 4 probabilities, and the inner values of one slot more
-    assert kept.residuals - dense.residuals == 4 * (2 * 8 + 2 * 8 + 4 + 4 * 32)
-    # inputs and outputs of 2 slots in place of the outputs of one network, 4 logits, and 3 inner values more
-    assert kept.deferred - dense.deferred == 4 * (2 * 8 + 2 * 8 - 8 + 4 + 3 * 32)
-    assert kept.collectives == 4 * 2 * 2 * 8
-
-
-def test_experts_are_spread_where_tensor_parallel_is_not():
-    tried = layouts(EXPERTS, 8, SLOW, batch=8, rows=[1], schedules=["1f1b"], remat=["none"], top=99)
-    degrees = {layout.degrees for layout in tried}
-    assert {each.ep for each in degrees if each.tp == 1} == {1, 2, 4}
-    assert {each.ep for each in degrees if each.tp > 1} == {1}
-    with pytest.raises(fpipe.ScheduleError, match="ep 4 experts where tp is 1"):
-        layouts(EXPERTS, 8, SLOW, batch=8, ep=[8])
-    with pytest.raises(fpipe.ScheduleError, match="a token can't have 2 of 1 experts"):
-        replace(TINY, experts_per_token=2)
-
-
-def test_layers_are_divided_for_equal_work():
-    assert one(pp=4, dp=1, tp=1, cp=1).layers == (1, 1, 1, 1)
-    heavy = replace(TINY, layers=9, vocabulary=3 * 96)  # a head as heavy as almost three layers
-    divided = module._divided(heavy, Placement.loop(3))
-    assert divided == (4, 4, 1)
-
-
-def test_more_of_each_dimension_needs_less_memory():
-    for degree in ("pp", "dp", "tp", "cp"):
-        sizes = {"pp": 1, "dp": 1, "tp": 1, "cp": 1}
-        assert one(**{**sizes, degree: 2}).bytes < one(**sizes).bytes, degree
-    assert one(2, 1, 1, 1, remat=["full"], batch=16).costs.residuals < one(2, 1, 1, 1, batch=16).costs.residuals
-
-
-SEARCHED = {"batch": 16, "rows": (1, 2), "chunks": (1, 2), "schedules": ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")}
-
-
-@thorough
-def test_the_ranking_is_that_of_simulating_all(monkeypatch):
-    """Within the share that is not looked at; and no step is below the bound, nor its bytes below the least."""
-    hosts = replace(MACHINES["a100"], on_host=4)
-    ranked = layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, top=5, **SEARCHED)
-    assert ranked == sorted(ranked, key=lambda layout: layout.step)
-    assert len({layout.degrees for layout in ranked}) == 5
-    candidates = []
-    monkeypatch.setattr(module, "_ranked", lambda every, *rest: candidates.extend(every) or [])
-    layouts("gpt2", 8, hosts, memory_limit_bytes=8e9, dp=[2, 4, 8], tp=[1], cp=[1], **SEARCHED)
-    best = {}
-    for candidate in candidates:
-        layout = candidate.layout(8e9)
-        if layout:
-            assert layout.step >= candidate.bound * (1 - 1e-9)
-            assert layout.bytes >= candidate.least * (1 - 1e-9)
-            best[layout.degrees] = min(best.get(layout.degrees, layout.step), layout.step)
-    steps = {layout.degrees: layout.step for layout in ranked}
-    for degrees, step in best.items():
-        if degrees in steps:
-            assert step <= steps[degrees] <= 1.01 * step
-        else:
-            assert step * 1.01 >= ranked[-1].step
-
-
-def test_a_layout_is_simulated_again_by_its_parts():
-    layout = layouts("gpt2", 4, "a100", top=1, **SEARCHED)[0]
-    again = fpipe.simulate(layout.schedule, layout.plan, layout.costs, resident=layout.resident)
-    assert again.makespan == layout.timeline.makespan
-    assert layout.plan.replicas == layout.degrees.replicas
+def test_a_first_layer_without_an_input_gradient_has_none_in_a_stage():
+    costs = Costs(backward_input=[1e-6, 2, 2, 2], backward_weight=3, residuals=5, deferred=1)
+    grouping = Grouping(of_layers(4, 2, 2), [2, 2])
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(2)))
+    assert grouped.backward_input == pytest.approx((0, 4))
+    assert grouped.backward_weight == pytest.approx((8, 6))
+    assert grouped.deferred == (10, 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("layers", "inputs", "weights", "deferred"),
     [
-        ({"model": "gpt5"}, "no model shape is called 'gpt5': there are gpt2, llama-8b, llama-70b, mixtral-8x7b"),
-        ({"machine": "abacus"}, "no machine is called 'abacus'"),
-        ({"world": 7, "tp": [7]}, "no layout divides 7 ranks, tp of \\[7\\]: tp divides 12 heads"),
-        ({"memory_limit_bytes": 1e6}, "keeps to 976.6 KiB on a rank: the least reached is .* MiB, of pp"),
-        ({"dtype": "float64"}, "no peak for float64: it has those for bfloat16, float16, float32"),
-        ({"schedules": ["dualpipe"], "world": 4, "pp": [1]}, "no layout divides 4 ranks, pp of \\[1\\]"),
-        ({"remat": ["half"]}, "remat is none or full, not half"),
-        ({"batch": 0}, "batch must be whole numbers of at least 1"),
-        ({"budget": 0.0, "memory_limit_bytes": 8e9}, "stopped after 0 s with 0 of up to"),
+        # Layers 0 to 2 are a tower of images; 3 and 4 are one of words, on its own; 5 and 6 read both.
+        ((3, 2, 2), (0, 0, 4), (13, 8, 6), (15, 10, 2)),
+        ((2, 3, 2), (0, 2, 4), (8, 11, 6), (10, 11, 2)),  # layer 2 passes a gradient on; layer 4 does not
+        ((3, 1, 3), (0, 0, 6), (13, 3, 9), (15, 5, 3)),  # layer 4 reads a stage before
+        ((1, 6), (0, 8), (3, 20), (5, 14)),
+        ((7,), (0,), (31,), (35,)),
     ],
 )
-def test_errors_have_a_way_out(options, error):
-    with pytest.raises(fpipe.ScheduleError, match=error):
-        layouts(**{"model": "gpt2", "world": 4, "machine": "a100", **SEARCHED, **options})
+def test_no_root_of_several_has_an_input_gradient(layers, inputs, weights, deferred):
+    edges = Edges([(), (0,), (1,), (), (3,), (2, 4), (5,)])
+    plan = Plan(Placement.loop(7), 2, edges)
+    costs = Costs(backward_input=[0, 2, 2, 1e-6, 2, 2, 2], backward_weight=3, residuals=5, deferred=1)
+    grouping = Grouping(plan, layers)
+    grouped = grouping.costs(costs, grouping.placed(Placement.loop(len(layers))))
+    found = grouped.backward_input, grouped.backward_weight, grouped.deferred
+    assert found == (pytest.approx(inputs, abs=1e-5), pytest.approx(weights, abs=1e-5), pytest.approx(deferred))
 
 
-def test_a_budget_that_ends_says_so(monkeypatch):
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count().__next__))
-    with pytest.warns(UserWarning, match=r"stopped after 1 s with \d+ of up to .* allow more time"):
-        assert len(layouts("gpt2", 4, "a100", **SEARCHED, budget=1)) == 1
+class Skipping(nn.Module):
+    """Layers of which the last but one reads the first one's output too."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [4, 6, 6, 8, 6, 6, 3]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, x):
+        first = torch.tanh(self.layers[0](x))
+        y = first
+        for layer in self.layers[1:4]:
+            y = torch.relu(layer(y))
+        return self.layers[5](torch.tanh(self.layers[4](y) + first))
 
 
-def test_machines_are_checked():
-    for wrong in ({"efficiency": 1.5}, {"memory": 0}, {"flops": {"int4": 1.0}}, {"flops": {"float32": 0.0}}):
-        with pytest.raises(fpipe.ScheduleError):
-            replace(MACHINES["h100"], **wrong)
-    with pytest.raises(fpipe.ScheduleError, match="3 heads must divide the width of 8"):
-        replace(TINY, heads=3)
-    assert str(Degrees(1, 2, 3, 4)) == "pp 1 x dp 2 x tp 3 x cp 4"
+def profiled(cuts):
+    """A split model, with its costs; `cuts` are the layers with which stages begin."""
+    torch.manual_seed(0)
+    at = [f"layers.{cut}" for cut in cuts]
+    options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
+    pipeline, params = interop.split(Skipping(), at=at, **options)
+    batch, target = torch.randn(2, 4), torch.randn(2, 3)
+    return pipeline, params, fpipe.profile(pipeline, params, batch, target, repeats=1)
+
+
+@pytest.mark.parametrize("cuts", few([(3,), (2, 5), (1, 3), (4, 5)], slice(2)))
+def test_the_bytes_of_stages_are_those_that_a_profile_of_them_has(cuts):
+    fine, _, costs = profiled([1, 2, 3, 4, 5])
+    whole, _, expected = profiled(cuts)
+    layers = [end - begin for begin, end in zip([0, *cuts], [*cuts, 6], strict=True)]
+    placement = Placement.loop(len(layers))
+    grouping = Grouping(fine.plan(Placement.loop(6), 2), layers)
+    placed = grouping.placed(placement)
+    assert placed == whole.plan(placement, 2)
+    found = grouping.costs(costs, placed)
+    for name in ("parameters", "activation", "residuals", "reads"):
+        assert getattr(found, name) == getattr(expected, name), name
+    programs = lower("gpipe", placed)
+    assert [each.total for each in footprint(programs, found)] == [each.total for each in footprint(programs, expected)]
+
+
+# Cuts
+
+
+@pytest.mark.parametrize(
+    ("placement", "times", "expected"),
+    [
+        (Placement.loop(3), [1, 1, 1, 1, 1, 1], (2, 2, 2)),
+        (Placement.loop(2), [5, 1, 1, 1, 1, 1], (1, 5)),
+        (Placement.v(2), [1, 1, 1, 1, 1, 1, 1, 5], (3, 3, 3, 1)),
+    ],
+)
+def test_levelled_stages_give_ranks_equal_times(placement, times, expected):
+    partition = levelled(placement, times)
+    loads = partition.loads(times)
+    least = min(max(each.loads(times)) for each in partition.every())
+    assert max(loads) == least
+    if len(placement.holders) == placement.ranks:
+        assert partition.layers == expected
+
+
+def test_even_stages_have_equal_numbers_of_layers():
+    assert even(Placement.loop(4), 10).layers == (3, 3, 2, 2)
+    assert balanced(Placement.loop(2), [1, 1, 1, 5]).layers == (3, 1)
+
+
+def test_layers_that_are_not_all_or_none_are_refused():
+    with pytest.raises(ScheduleError, match=r"stages of \[3, 0\] layers are no cut of 3: give each at least one"):
+        Grouping(of_layers(3, 1, 1), [3, 0])
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), few([("1f1b", 3, 4), ("zb-h1", 2, 3), ("zb-v", 2, 4), ("1f1b", 4, 4)], slice(3))
+)
+def test_where_cuts_are_few_the_best_of_all_is_found(name, ranks, microbatches):
+    plan = of_layers(7, ranks, microbatches)
+    found = search(plan, UNEVEN, layouts=True, names=[name])
+    first = Partition(found.plan.placement, found.layers)
+    best = min(figures_of(name, each, plan, UNEVEN)[0] for each in first.every())
+    assert found.timeline.cost == pytest.approx(best, rel=1e-9)
+    assert found.lower_bound <= best
+
+
+@st.composite
+def models(draw):
+    """Layers with costs of their own, on ranks; some are chains, others have a skip."""
+    count = draw(st.integers(3, 9))
+    ranks = draw(st.integers(2, min(3, count)))
+    edges = Edges([(), *(((0, s - 1) if s > 1 and draw(st.booleans()) else (s - 1,)) for s in range(1, count))])
+    numbers = st.lists(st.integers(0, 8).map(lambda n: n / 4), min_size=count, max_size=count)
+    times = {name: draw(numbers) for name in ("forward", "backward_input", "backward_weight")}
+    sizes = {name: draw(numbers) for name in ("residuals", "parameters")}
+    costs = Costs(**times, **sizes, deferred=0.5, activation=0.25, communication=draw(st.sampled_from([0, 0.5])))
+    plan = replace(of_layers(count, ranks, draw(st.sampled_from([1, 3, 4]))), edges=edges)
+    return plan, costs
+
+
+NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(models(), st.sampled_from([None, 0.8, 0.5]))
+def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, share):
+    plan, costs = model
+    times = [sum(each) for each in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
+    limit, results = None, []
+    for name, cut in product(NAMES, (even, balanced, levelled)):
+        placement = CATALOGUE[name].plan(plan.ranks, plan.microbatches).placement
+        if placement.stages > plan.stages:
+            continue
+        with suppress(ScheduleError):
+            results.append(figures_of(name, cut(placement, plan.stages if cut is even else times), plan, costs))
+    if share is not None:
+        sizes = [total for _, total in results]
+        least, most = min(sizes), max(sizes)
+        limit = least + share * (most - least) or None
+    best = min(cost for cost, total in results if limit is None or total <= limit)
+    found = search(plan, costs, memory_limit_bytes=limit, layouts=True, names=NAMES, chunks=(1, 2))
+    assert found.timeline.cost <= best * (1 + 1e-9)
+    assert found.lower_bound <= found.timeline.cost * (1 + 1e-9)
+    verify(found.schedule, found.plan, offload=found.offload)
+    programs = lower(found.schedule, found.plan, offload=found.offload)
+    assert footprint(programs, found.costs) == found.footprint
+    assert limit is None or found.bytes <= limit * (1 + 1e-9)
+    assert sum(found.layers) == plan.stages
+
+
+def test_all_schedules_are_tried_and_the_result_is_always_the_same():
+    found = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
+    again = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
+    assert (found.name, found.layers, found.plan, found.timeline.cost) == (
+        again.name,
+        again.layers,
+        again.plan,
+        again.timeline.cost,
+    )
+    assert found.timeline.cost <= min(
+        search(of_layers(7, 2, 4), UNEVEN, layouts=True, names=[name]).timeline.cost for name in ("1f1b", "zb-h2")
+    )
+    assert "layers" in repr(found)
+
+
+def test_residuals_are_moved_where_that_is_faster_than_what_fits():
+    plan = of_layers(7, 2, 6)
+    costs = replace(UNEVEN, offload=0.1, fetch=0.1, optimizer=0)
+    free = search(plan, costs, layouts=True, names=["1f1b", "gpipe"], chunks=(1,))
+    limit = 0.8 * free.bytes
+    options = {"memory_limit_bytes": limit, "layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    found = search(plan, costs, **options)
+    assert found.offload is not None
+    assert found.bytes <= limit
+    moved = simulate(found.schedule, found.plan, found.costs, offload=found.offload)
+    assert moved.cost == found.timeline.cost
+    every = [figures_of("1f1b", each, plan, costs) for each in levelled(Placement.loop(2), [1] * 7).every()]
+    assert found.timeline.cost < min((cost for cost, total in every if total <= limit), default=float("inf"))
+    assert "residuals moved" in repr(found)
+
+
+def test_copies_are_not_free_where_nothing_says_what_they_take():
+    plan, costs = of_layers(7, 2, 6), replace(UNEVEN, optimizer=0)
+    options = {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    limit = 0.9 * search(plan, costs, **options).bytes
+    found = search(plan, costs, memory_limit_bytes=limit, **options)
+    programs = lower(found.schedule, found.plan, offload=found.offload)
+    assert not any(isinstance(effect, Offload) for program in programs.values() for effect in program)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recut": False}, "layouts are cuts of the plan's stages into others: leave recut=False out"),
+        ({"names": ["zb-v"]}, "zb-v make no stages of 3 layers on 2 ranks: each stage has at least one; try fewer"),
+        ({"memory_limit_bytes": 1}, "no schedule that is known keeps to 1 B on a rank: the least is"),
+        ({"memory_limit": 0.1}, r"keeps to 0\.1 microbatches in flight: the least is"),
+    ],
+)
+def test_what_no_layout_can_be_is_refused(options, message):
+    costs = Costs(parameters=10, residuals=1)
+    with pytest.raises(ScheduleError, match=message):
+        search(of_layers(3, 2, 2), costs, layouts=True, **options)
+
+
+@thorough
+def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
+    fine, _, costs = profiled([1, 2, 3, 4, 5])
+    found = search(fine.plan(Placement([0, 0, 0, 1, 1, 1]), 4), costs, layouts=True)
+    points = interop.split_points(fine)
+    torch.manual_seed(0)
+    options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
+    pipeline, params = interop.split(Skipping(), at=[points[cut - 1] for cut in found.cuts], **options)
+    batch, target = torch.randn(8, 4), torch.randn(8, 3)
+    results = [
+        fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
+        for handler in (handlers.Local(), handlers.Reference())
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for stage, tree in results[0][1].items():
+        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+
+
+SMALL = Costs(residuals=10, parameters=10, offload=0.05, fetch=0.05)
+
+
+def test_more_schedules_never_hide_one_that_keeps_to_the_limit():
+    """DualPipe is faster, and its parameters alone exceed the limit."""
+    one = search(of_layers(8, 4, 8), SMALL, memory_limit_bytes=140, layouts=True, names=["1f1b"])
+    two = search(of_layers(8, 4, 8), SMALL, memory_limit_bytes=140, layouts=True, names=["dualpipe", "1f1b"])
+    assert (one.timeline.cost, one.bytes) == (two.timeline.cost, two.bytes) == (66, 140)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"memory_limit_bytes": 1}, "rank 0 needs 20 B for a microbatch"),
+        ({"memory_limit": 0.1}, "memory_limit is 0.1 on rank 0: at least 1"),
+    ],
+)
+def test_the_reason_of_a_schedule_that_orders_is_told(limits, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(of_layers(4, 2, 4), Costs(residuals=10), layouts=True, names=["zb-auto"], **limits)
+
+
+def test_frozen_layers_share_no_residuals():
+    plan, shared = replace(of_layers(4, 2, 4), trained={3}), Shared(3, (Residuals(0, 0), Residuals(1, 0)))
+    found = search(plan, Costs(residuals=10, shared=(shared,)), layouts=True, names=["1f1b"])
+    assert found.bytes == 10
+
+
+def test_layers_of_a_stage_may_read_different_parts_of_an_output():
+    plan = Plan(Placement([0, 1, 1]), 1, Edges([(), (0,), (0, 1)]))
+    costs = Costs(activation=[10, 1, 1], reads={(0, 1): 6.0, (0, 2): 3.0})
+    assert Grouping(plan, (1, 2)).costs(costs, Plan(Placement.loop(2), 1)).reads == {(0, 1): 9.0}
+
+
+def test_the_bound_counts_slices():
+    found = search(replace(of_layers(4, 2, 4), slices=4), Costs(), layouts=True, names=["seq-1f1b"])
+    assert found.lower_bound == 4 * 4 * 2 * 3
+    assert found.timeline.cost >= found.lower_bound

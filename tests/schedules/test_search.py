@@ -241,7 +241,7 @@ def test_what_was_found_runs_like_any_other(limit):
     assert jobs.differences(grads, expected[1]) == []
 
 
-def layouts(memory_limit_bytes, **costs):
+def sharded(memory_limit_bytes, **costs):
     """Costs of one model of two ranks, each with one stage; four replicas."""
     plan = Plan(Placement.loop(2), 4, replicas=4)
     costs = Costs(2, 2, 2, residuals=40, parameters=100, gather=Link(0, 150), scatter=Link(0, 150), **costs)
@@ -249,8 +249,8 @@ def layouts(memory_limit_bytes, **costs):
 
 
 @thorough
-def test_the_layout_of_replicas_is_searched_too():
-    found, _, _ = layouts(None)
+def test_whether_to_shard_over_replicas_is_searched_too():
+    found, _, _ = sharded(None)
     assert found.plan.replicas == 4
     # whole parameters are summed twice as long; shards are gathered beside the compute
     assert found.resident is not None
@@ -259,14 +259,14 @@ def test_the_layout_of_replicas_is_searched_too():
     assert (
         found.timeline.makespan == simulate(found.schedule, found.plan, found.costs, resident=found.resident).makespan
     )
-    free, *_ = layouts(None, optimizer=0)
+    free, *_ = sharded(None, optimizer=0)
     assert free.bytes < found.bytes
 
 
 @thorough
 @pytest.mark.parametrize("room", few([2.6, 3, 4, 6], [3]))
 def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(room):
-    found, plan, costs = layouts(100 * room)
+    found, plan, costs = sharded(100 * room)
     assert found.bytes <= 100 * room
     every = pareto(plan, costs, chunks=(1, 2))
     within = [each.timeline.cost for each in every if each.bytes <= 100 * room]
@@ -278,7 +278,7 @@ def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(roo
 
 def test_a_limit_in_bytes_that_nothing_keeps_to():
     with pytest.raises(ScheduleError, match=r"keeps to 10 B on a rank: the least is \d+ B, of .* whole at a time"):
-        layouts(10)
+        sharded(10)
     with pytest.raises(ScheduleError, match="no schedule that is known keeps to 10 B on a rank: the least is"):
         pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10)
 

@@ -1,4 +1,4 @@
-"""The layouts of a transformer over a number of ranks: options, table and JSON of `fpipe search --world`. No torch."""
+"""Parallel strategies over a number of ranks: options, table and JSON of `fpipe search --world`. No torch."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ import typer
 from fpipe._format import format_bytes, number, percent
 from fpipe.cli.options import CostOptions, ModelOptions, at_least_one, byte_count, link
 from fpipe.cli.output import progress
-from fpipe.schedules.layouts import REMAT, ROWS, SCHEDULES, Layout, layouts
 from fpipe.schedules.machines import MACHINES, Machine
 from fpipe.schedules.shapes import SHAPES, ModelShape
+from fpipe.schedules.strategies import REMAT, ROWS, SCHEDULES, Strategy, strategies
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,7 +26,7 @@ SHAPE = (
 _ROWS, _SCHEDULES, _REMAT = ",".join(map(str, ROWS)), ",".join(SCHEDULES), ",".join(REMAT)
 A_RANK = 8  # sequences of a step for each rank, by default: 4 million tokens on 64 ranks at 8192 a sequence
 
-InWorld = partial(typer.Option, rich_help_panel="Layouts over --world ranks")
+InWorld = partial(typer.Option, rich_help_panel="Parallel strategies over --world ranks")
 InShape = partial(typer.Option, min=1, metavar="N", rich_help_panel="Model, with --world")
 InMachine = partial(typer.Option, rich_help_panel="Machine, with --world")
 Tried = partial(InWorld, metavar="N,N,...", parser=at_least_one)
@@ -38,8 +38,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LayoutOptions:
-    """A model, a machine, and the layouts to try."""
+class StrategyOptions:
+    """A model, a machine, and the strategies to try."""
 
     world: Annotated[
         int | None,
@@ -66,7 +66,7 @@ class LayoutOptions:
     sequence_parallel: Annotated[
         bool, InWorld("--sequence-parallel", help="Tensor-parallel ranks share the tokens between products.")
     ] = False
-    top: Annotated[int, InWorld(min=1, metavar="N", help="How many layouts to show.")] = 10
+    top: Annotated[int, InWorld(min=1, metavar="N", help="How many strategies to show.")] = 10
     budget: Annotated[float, InWorld(min=0, metavar="SECONDS", help="Stop after so long, with a note.")] = 60
     model: Annotated[
         str | None,
@@ -162,8 +162,8 @@ class LayoutOptions:
             )
         return sequences
 
-    def layouts(self, chunks: Sequence[int], limit_bytes: float | None) -> list[Layout]:
-        """Return the layouts, fastest first."""
+    def strategies(self, chunks: Sequence[int], limit_bytes: float | None) -> list[Strategy]:
+        """Return the strategies, fastest first."""
         shape = self.shape
         names = (
             "dtype",
@@ -183,7 +183,7 @@ class LayoutOptions:
         options |= {"batch": self.sequences(shape), "chunks": chunks, "memory_limit_bytes": limit_bytes}
         with progress("search") as step, warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
-            result = layouts(shape, self.world or 1, self.hosts, progress=step, **options)
+            result = strategies(shape, self.world or 1, self.hosts, progress=step, **options)
         for note in notes:
             typer.echo(f"note: {note.message}", err=True)
         return result
@@ -194,37 +194,37 @@ def _plain(option: object) -> object:
     return float(option) if isinstance(option, int | float) else option
 
 
-def row(layout: Layout) -> dict[str, object]:
-    """Return a layout for `--json`. Other programs read this: keep the keys and their order."""
+def row(strategy: Strategy) -> dict[str, object]:
+    """Return a strategy for `--json`. Other programs read this: keep the keys and their order."""
     return {
-        **layout.degrees._asdict(),
-        "schedule": layout.name,
-        "chunks": layout.chunks,
-        "resident": layout.resident,
-        "rows": layout.rows,
-        "microbatches": layout.plan.microbatches,
-        "remat": layout.remat,
-        "layers": layout.layers,
-        "step": layout.step,
-        "tokens_per_second": layout.tokens_per_second,
-        "mfu": layout.mfu,
-        "bubble_rate": layout.timeline.bubble_rate,
-        "collectives": layout.collectives,
-        "bytes": layout.bytes,
+        **strategy.degrees._asdict(),
+        "schedule": strategy.name,
+        "chunks": strategy.chunks,
+        "resident": strategy.resident,
+        "rows": strategy.rows,
+        "microbatches": strategy.plan.microbatches,
+        "remat": strategy.remat,
+        "layers": strategy.layers,
+        "step": strategy.step,
+        "tokens_per_second": strategy.tokens_per_second,
+        "mfu": strategy.mfu,
+        "bubble_rate": strategy.timeline.bubble_rate,
+        "collectives": strategy.collectives,
+        "bytes": strategy.bytes,
         "memory": [
             {**account._asdict(), "working": working, "total": account.total + working}
-            for account, working in zip(layout.footprint, layout.working, strict=True)
+            for account, working in zip(strategy.footprint, strategy.working, strict=True)
         ],
     }
 
 
-def ranking(found: Sequence[Layout]) -> list["RenderableType"]:
-    """Return a table of layouts, and notes on it."""
+def ranking(found: Sequence[Strategy]) -> list["RenderableType"]:
+    """Return a table of strategies, and notes on it."""
     from rich.text import Text
 
     from fpipe.cli.tables import table
 
-    degrees = ["pp", "dp", "tp", "cp", *(["ep"] if any(layout.degrees.ep > 1 for layout in found) else [])]
+    degrees = ["pp", "dp", "tp", "cp", *(["ep"] if any(strategy.degrees.ep > 1 for strategy in found) else [])]
     columns = [*degrees, "schedule", "v", "resident", "rows", "remat", "step"]
     shown = table([*columns, "tokens/s", "MFU", "bubble", "inside", "memory"], words=["schedule", "remat"])
     for each in found:
@@ -240,7 +240,7 @@ def ranking(found: Sequence[Layout]) -> list["RenderableType"]:
         shown.add_row(
             *what, f"{number(each.step)} s", number(each.tokens_per_second), *shares, format_bytes(each.bytes)
         )
-    uneven = next((layout.layers for layout in found if len(set(layout.layers)) > 1), ())
+    uneven = next((strategy.layers for strategy in found if len(set(strategy.layers)) > 1), ())
     notes = [
         "v: stages on a rank   resident: of these, with whole parameters at a time",
         "rows: sequences of a microbatch   memory: on the rank that needs most",

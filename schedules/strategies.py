@@ -1,4 +1,4 @@
-"""Search the layouts of a transformer: pipelines, replicas, tensor, context and expert parallel. No torch.
+"""Search parallel strategies of a transformer: pipelines, replicas, tensor, context and expert parallel. No torch.
 
 Ranks are numbered with tensor parallel innermost, then expert and context parallel, replicas, and the pipeline
 outermost, so that the dimensions that send most stay inside a host (Narayanan et al., "Efficient Large-Scale Language
@@ -86,7 +86,7 @@ class Degrees(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Strategy:
     """A model on its ranks, with a schedule, and the predicted step.
 
     Args:
@@ -121,7 +121,7 @@ class Layout:
     mfu: float
 
     def __repr__(self) -> str:
-        return f"<Layout: {self.degrees}, {self.name}, {number(self.step)} s, {format_bytes(self.bytes)}>"
+        return f"<Strategy: {self.degrees}, {self.name}, {number(self.step)} s, {format_bytes(self.bytes)}>"
 
     @property
     def bytes(self) -> float:
@@ -145,7 +145,7 @@ class Layout:
         return self.timeline.collectives[rank] / busy[rank]
 
 
-def layouts(
+def strategies(
     model: ModelShape | str,
     world: int,
     machine: Machine | str = "h100",
@@ -166,8 +166,8 @@ def layouts(
     top: int = 10,
     budget: float | None = None,
     progress: Callable[[str], None] | None = None,
-) -> list[Layout]:
-    """Return the fastest layouts of a model over `world` ranks that fit into memory, fastest first.
+) -> list[Strategy]:
+    """Return the fastest parallel strategies of a model over `world` ranks that fit into memory, fastest first.
 
     Each has other degrees, and the best it can do with a schedule, a number of stages on a rank, of resident stages, of
     sequences in a microbatch, and with or without rematerialisation. Of these, only those are simulated whose lower
@@ -190,10 +190,10 @@ def layouts(
         progress: called with each candidate that is simulated.
 
     Raises:
-        ScheduleError: no layout divides the model, the batch and the ranks; or none fits, and then the message has the
-            least bytes that would.
+        ScheduleError: no strategy divides the model, the batch and the ranks; or none fits, and then the message has
+            the least bytes that would.
 
-    >>> best, *_ = layouts("llama-8b", 8, "h100", batch=16, dp=[1], cp=[1], schedules=["1f1b"], rows=[1])
+    >>> best, *_ = strategies("llama-8b", 8, "h100", batch=16, dp=[1], cp=[1], schedules=["1f1b"], rows=[1])
     >>> best.degrees, best.name, best.remat, best.layers
     (Degrees(pp=2, dp=1, tp=4, cp=1, ep=1), '1f1b', 'none', (17, 15))
     """
@@ -233,13 +233,13 @@ def _ranked(
     top: int,
     budget: float | None,
     progress: Callable[[str], None] | None,
-) -> list[Layout]:
+) -> list[Strategy]:
     """Simulate candidates, those of the least bound first, until no other can be among the best."""
-    best: dict[Degrees, Layout] = {}
+    best: dict[Degrees, Strategy] = {}
     rest = sorted((each for each in candidates if each.least <= limit), key=lambda each: (each.bound, each.least))
     end = inf if budget is None else time.monotonic() + budget
     for at, candidate in enumerate(rest):
-        steps = sorted(layout.step for layout in best.values())
+        steps = sorted(strategy.step for strategy in best.values())
         enough = candidate.bound * (1 + CLOSE)
         if len(steps) >= top and enough >= steps[top - 1]:
             break
@@ -251,16 +251,16 @@ def _ranked(
             way_out = "allow more time, or fewer degrees, schedules, chunks or sizes of a microbatch"
             if not best:
                 raise ScheduleError(f"{stopped}, of which none keeps to {format_bytes(limit)}: {way_out}")
-            warn(f"{stopped}, so that there may be faster layouts: {way_out}")
+            warn(f"{stopped}, so that there may be faster strategies: {way_out}")
             break
         if progress:
             progress(str(candidate))
-        layout = candidate.layout(limit)
-        if layout and (not known or (layout.step, layout.bytes) < (known.step, known.bytes)):
-            best[layout.degrees] = layout
+        strategy = candidate.strategy(limit)
+        if strategy and (not known or (strategy.step, strategy.bytes) < (known.step, known.bytes)):
+            best[strategy.degrees] = strategy
     if not best:
         raise _too_small(candidates, limit)
-    return sorted(best.values(), key=lambda layout: (layout.step, layout.bytes))[:top]
+    return sorted(best.values(), key=lambda strategy: (strategy.step, strategy.bytes))[:top]
 
 
 def _too_small(candidates: Sequence[_Candidate], limit: float, tried: int = 16) -> ScheduleError:
@@ -269,9 +269,9 @@ def _too_small(candidates: Sequence[_Candidate], limit: float, tried: int = 16) 
     nbytes, least = min(((each.least_bytes(), each) for each in few), key=lambda reached: reached[0])
     if nbytes == inf:
         names = sorted({each.entry.name for each in few})
-        return ScheduleError(f"{', '.join(names)} take no layout of this model and these ranks: try other schedules")
+        return ScheduleError(f"{', '.join(names)} take no strategy of this model and these ranks: try other schedules")
     return ScheduleError(
-        f"no layout keeps to {format_bytes(limit)} on a rank: the least reached is {format_bytes(nbytes)}, of "
+        f"no strategy keeps to {format_bytes(limit)} on a rank: the least reached is {format_bytes(nbytes)}, of "
         f"{least.degrees} with {least.entry.name}, {least.pieces.rows} sequences in a microbatch and remat "
         f"{least.pieces.remat}; more ranks, more memory, or shorter sequences need less"
     )
@@ -289,7 +289,7 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
-    """The arguments of `layouts`."""
+    """The arguments of `strategies`."""
 
     model: ModelShape
     machine: Machine
@@ -324,7 +324,7 @@ class _Job:
         model = self.model
         limits = "".join(f", {name} of {list(sizes)}" for name, sizes in degrees.items() if sizes is not None)
         return ScheduleError(
-            f"no layout divides {self.world} ranks{limits}: tp divides {model.key_heads} heads of keys and the inner "
+            f"no strategy divides {self.world} ranks{limits}: tp divides {model.key_heads} heads of keys and the inner "
             f"width of {model.inner}, cp {model.sequence} tokens, ep {model.experts or 1} experts where tp is 1, pp "
             f"times the stages on a rank ({list(chunks)}) is at most {model.layers} layers, and dp times ep times the "
             f"sequences of a microbatch ({list(rows)}) divides a batch of {self.batch}, for one of the schedules "
@@ -560,8 +560,8 @@ class _Candidate:
         gather, scatter = [self._gather(s) for s in stages], [self._scatter(s) for s in stages]
         return {"gather": gather, "scatter": scatter, "shards": degrees.shards}
 
-    def layout(self, limit: float) -> Layout | None:
-        """Return the layout with the most resident stages that fits; None if none does, or the plan is refused.
+    def strategy(self, limit: float) -> Strategy | None:
+        """Return the strategy with the most resident stages that fits; None if none does, or the plan is refused.
 
         Memory with few microbatches decides first, because it is no more than with all of them.
         """
@@ -571,7 +571,7 @@ class _Candidate:
                 if self.most_bytes(self._placed(few, resident)) <= limit:
                     placed = self._placed(self.plan.microbatches, resident)
                     if few == self.plan.microbatches or self.most_bytes(placed) <= limit:
-                        return self._layout(placed, resident)
+                        return self._strategy(placed, resident)
         except ScheduleError:  # the schedule does not take the plan
             pass
         return None
@@ -610,11 +610,11 @@ class _Candidate:
         accounts = footprint(placed, self.costs)
         return max(account.total + working for account, working in zip(accounts, self._working(), strict=True))
 
-    def _layout(self, placed: Programs, resident: int | None) -> Layout:
+    def _strategy(self, placed: Programs, resident: int | None) -> Strategy:
         job, timeline = self.pieces.job, simulate_programs(placed, self.costs)
         step = timeline.makespan + self._update(self.degrees.shards)
         tokens = job.batch * job.model.sequence
-        return Layout(
+        return Strategy(
             self.degrees,
             self.pieces.rows,
             self.pieces.remat,

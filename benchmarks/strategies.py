@@ -1,17 +1,17 @@
-"""Compare the predicted with the measured order of layouts, by timed stages: each piece sleeps for its cost.
+"""Compare the predicted with the measured order of strategies, by timed stages: each piece sleeps for its cost.
 
-    python -m benchmarks.layouts                  # two tables: 4 processes, and 8
-    python -m benchmarks.layouts --worlds 4 --rounds 3
-    python -m benchmarks.layouts --json           # a list of objects, and nothing else
+    python -m benchmarks.strategies                  # two tables: 4 processes, and 8
+    python -m benchmarks.strategies --worlds 4 --rounds 3
+    python -m benchmarks.strategies --json           # a list of objects, and nothing else
 
-`fpipe.schedules.layouts` predicts the steps of a transformer of eight layers over 4 and 8 ranks of a made-up machine
+`fpipe.schedules.strategies` predicts the steps of a transformer of eight layers over 4 and 8 ranks of a made-up machine
 that is slow enough for gloo: pipelines, replicas and tensor parallel in all products, by 1F1B and by ZB-V. Then each
-layout runs with one process for each rank. Pieces sleep for the time that the prediction has for them, their
+strategy runs with one process for each rank. Pieces sleep for the time that the prediction has for them, their
 tensor-parallel collectives included. Transfers, gathers and scatters are real ones over gloo; gathers and scatters end
 no earlier than over the link of the prediction, of bytes in proportion to those of the model.
 
 A measured time is the least of the rounds, because a busy machine only adds to it. The ratio is measured over
-predicted; quartiles are those of all rounds. `order` says whether layouts whose predictions are more than 5 % apart
+predicted; quartiles are those of all rounds. `order` says whether strategies whose predictions are more than 5 % apart
 were measured in the same order.
 """
 
@@ -32,9 +32,9 @@ import fpipe
 from benchmarks import models, timed
 from fpipe import Link, Pipeline, handlers, interop
 from fpipe.handlers.distributed.backends import Gloo
-from fpipe.schedules.layouts import Degrees, Layout, layouts
 from fpipe.schedules.machines import Machine
 from fpipe.schedules.shapes import ModelShape
+from fpipe.schedules.strategies import Degrees, Strategy, strategies
 
 WORLDS = (4, 8)
 BATCH, WIDTH = 16, 64  # sequences of a step; numbers of an activation
@@ -54,19 +54,19 @@ def machine(layer: float) -> Machine:
     return Machine({"float32": flops}, bandwidth=1e12, memory=1e12, inside=link, between=link, on_host=1, efficiency=1)
 
 
-def predicted(world: int, layer: float) -> list[Layout]:
-    """Return the layouts that are measured, fastest first: all degrees, by each schedule."""
-    by_schedule = (layouts(SHAPE, world, machine(layer), schedules=[name], **OPTIONS) for name in SCHEDULES)
-    return sorted((layout for found in by_schedule for layout in found), key=lambda layout: layout.step)
+def predicted(world: int, layer: float) -> list[Strategy]:
+    """Return the strategies that are measured, fastest first: all degrees, by each schedule."""
+    by_schedule = (strategies(SHAPE, world, machine(layer), schedules=[name], **OPTIONS) for name in SCHEDULES)
+    return sorted((strategy for found in by_schedule for strategy in found), key=lambda strategy: strategy.step)
 
 
-def stages(layout: Layout) -> tuple[Pipeline, dict[int, Tensor]]:
-    """Return a pipeline whose pieces sleep as long as the layout says, with parameters in proportion to its bytes."""
-    costs = layout.costs
+def stages(strategy: Strategy) -> tuple[Pipeline, dict[int, Tensor]]:
+    """Return a pipeline whose pieces sleep as long as the strategy says, with parameters in proportion to its bytes."""
+    costs = strategy.costs
     times = [*zip(*map(per_stage, (costs.forward, costs.backward_input, costs.backward_weight)), strict=True)]
     pipeline = Pipeline([partial(sleeping, seconds) for seconds in times], lambda y, t: (y - t).square().mean())
     numbers = [max(1, round(SCALE * size / torch.float32.itemsize / WIDTH)) for size in per_stage(costs.parameters)]
-    replicas = layout.degrees.replicas  # which share rows equally, so that shards have no padding
+    replicas = strategy.degrees.replicas  # which share rows equally, so that shards have no padding
     return pipeline, {s: torch.ones(ceil(rows / replicas) * replicas, WIDTH) for s, rows in enumerate(numbers)}
 
 
@@ -79,46 +79,48 @@ def per_stage(cost: Any) -> tuple[float, ...]:
     return cost
 
 
-def step(layout: Layout) -> Callable[[], object]:
+def step(strategy: Strategy) -> Callable[[], object]:
     """Return a function that runs a step of this process."""
-    pp, dp, tp, *_ = layout.degrees
+    pp, dp, tp, *_ = strategy.degrees
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    link = layout.costs.gather
+    link = strategy.costs.gather
     assert isinstance(link, Link)
     backend = timed.SlowLink(SCALE * link.bandwidth, link.latency) if dp > 1 else Gloo()
     replicas = mesh["dp"] if dp > 1 else None
     handler = handlers.Distributed(mesh["pp"], replicas=replicas, backend=backend, timeout=models.TIMEOUT)
-    pipeline, params = stages(layout)
-    own = pipeline.params_on(params if replicas is None else interop.fsdp(params, replicas), layout.plan, handler.rank)
-    options: dict[str, Any] = {"handler": handler, "autodiff": "graph", "resident": layout.resident}
-    run = fpipe.value_and_grad(pipeline, layout.schedule, layout.plan, **options)
-    rows = layout.plan.microbatches
+    pipeline, params = stages(strategy)
+    own = pipeline.params_on(
+        params if replicas is None else interop.fsdp(params, replicas), strategy.plan, handler.rank
+    )
+    options: dict[str, Any] = {"handler": handler, "autodiff": "graph", "resident": strategy.resident}
+    run = fpipe.value_and_grad(pipeline, strategy.schedule, strategy.plan, **options)
+    rows = strategy.plan.microbatches
     return partial(run, own, torch.ones(rows, WIDTH), torch.zeros(rows, WIDTH))
 
 
 def job(rank: int, world: int, degrees: Sequence[Degrees], layer: float, rounds: int) -> Iterator[Any]:
-    """Run one process: yield the rows of all layouts, or of those with some degrees, as measured on rank 0."""
-    chosen = [layout for layout in predicted(world, layer) if not degrees or layout.degrees in degrees]
-    steps = [step(layout) for layout in chosen]
+    """Run one process: yield the rows of all strategies, or of those with some degrees, as measured on rank 0."""
+    chosen = [strategy for strategy in predicted(world, layer) if not degrees or strategy.degrees in degrees]
+    steps = [step(strategy) for strategy in chosen]
     times = [list[float]() for _ in steps]
     for run in steps:
         run()
     for _ in range(rounds):
         for run, taken in zip(steps, times, strict=True):
             taken.append(timed.milliseconds(run))
-    yield [row(layout, taken, layer) for layout, taken in zip(chosen, times, strict=True)]
+    yield [row(strategy, taken, layer) for strategy, taken in zip(chosen, times, strict=True)]
 
 
-def row(layout: Layout, times: Sequence[float], layer: float) -> dict[str, Any]:
-    ratios = [ms / (1e3 * layout.step) for ms in times]
+def row(strategy: Strategy, times: Sequence[float], layer: float) -> dict[str, Any]:
+    ratios = [ms / (1e3 * strategy.step) for ms in times]
     return {
-        **layout.degrees._asdict(),
+        **strategy.degrees._asdict(),
         "layer_ms": 1e3 * layer,
-        "schedule": layout.name,
-        "chunks": layout.chunks,
-        "microbatches": layout.plan.microbatches,
-        "collectives": layout.collectives,
-        "predicted_ms": 1e3 * layout.step,
+        "schedule": strategy.name,
+        "chunks": strategy.chunks,
+        "microbatches": strategy.plan.microbatches,
+        "collectives": strategy.collectives,
+        "predicted_ms": 1e3 * strategy.step,
         "measured_ms": min(times),
         "ratio": min(ratios),
         "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
@@ -155,7 +157,7 @@ def main() -> None:
     parts = (
         part for world in options.worlds for part in models.in_processes(job, world, *arguments, limit=options.limit)
     )
-    models.report("layouts", options.json, parts, show)
+    models.report("strategies", options.json, parts, show)
 
 
 if __name__ == "__main__":
