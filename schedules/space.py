@@ -184,9 +184,9 @@ class Space:
         return list(self._partitions(entry, counts)) if self.layouts else counts
 
     def _partitions(self, entry: CatalogueEntry, counts: Sequence[int]) -> Iterator[Partition]:
-        """Yield placements with the layers cut evenly in number, and evenly in time, of stages and of ranks.
+        """Yield placements with the layers cut evenly in time, of ranks and of stages, and evenly in number.
 
-        Of schedules that order under a limit, which are slow, only the last, with few stages on a rank.
+        Of schedules that order under a limit, which are slow, only the former two, with few stages on a rank.
         """
         tried = [v for v in counts if v <= FEW_LIMITED or not entry.limited]
         placements = dict.fromkeys(self._own(entry, v).placement for v in tried if self._is_placed(entry, v))
@@ -194,9 +194,9 @@ class Space:
             placements[Placement.v(self.plan.ranks)] = None
         for placement in placements:
             if placement.stages <= self.plan.stages:
-                partitions = [levelled(placement, self.times)]
+                partitions = [levelled(placement, self.times), balanced(placement, self.times)]
                 if not entry.limited:
-                    partitions += [balanced(placement, self.times), even(placement, self.plan.stages)]
+                    partitions.append(even(placement, self.plan.stages))
                 yield from dict.fromkeys(partitions)
 
     def _is_placed(self, entry: CatalogueEntry, chunks: int) -> bool:

@@ -1,8 +1,9 @@
-"""Layouts whose cuts are searched too: no worse than those they start from, within their limits, and as brute force."""
+"""Layouts, whose cuts are searched too: never worse than where they start, within their limits, and as brute force."""
 
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
+from math import inf
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from fpipe.costs import Shared, Tied
 from fpipe.effects import Activation, Offload, Residuals
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, search
+from fpipe.schedules.catalogue import shares
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.partitions import Partition, balanced, even, levelled
+from fpipe.schedules.space import limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support.combinations import examples, few, thorough
 
@@ -39,13 +42,18 @@ def of_layers(count, ranks, microbatches, **options):
     return Plan(Placement([layer * ranks // count for layer in range(count)]), microbatches, **options)
 
 
-def figures_of(name, partition, plan, costs):
-    """The cost of a named schedule on stages of layers, and its most bytes."""
+def figures_of(name, partition, plan, costs, in_flight=None, limit=None):
+    """The cost of a named schedule on stages of layers, and its most bytes and microbatches in flight.
+
+    One that orders under limits keeps to `in_flight`, and to `limit` in bytes.
+    """
     grouping = Grouping(plan, partition.layers)
     placed = grouping.placed(partition.placement)
     grouped = grouping.costs(costs, placed)
-    programs = lower(CATALOGUE[name].schedule(placed, grouped), placed)
-    return simulate_programs(programs, grouped).cost, max(each.total for each in footprint(programs, grouped))
+    schedule = CATALOGUE[name].schedule(placed, grouped, limits_of_ranks(placed, in_flight), memory_limit_bytes=limit)
+    programs = lower(schedule, placed)
+    timeline = simulate_programs(programs, grouped)
+    return timeline.cost, max(each.total for each in footprint(programs, grouped)), max(shares(timeline))
 
 
 # Stages of layers
@@ -234,33 +242,47 @@ def models(draw):
     return plan, costs
 
 
-NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+FIXED = ("1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
+LIMITED = ("zb-auto", "v-auto")
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(models(), st.sampled_from([None, 0.8, 0.5]))
-def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, share):
-    plan, costs = model
+def figures_on_cuts(names, cuts, plan, costs, *limits):
+    """The figures of named schedules on some cuts, where they take these and the limits."""
     times = [sum(each) for each in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
-    limit, results = None, []
-    for name, cut in product(NAMES, (even, balanced, levelled)):
+    for name, cut in product(names, cuts):
         placement = CATALOGUE[name].plan(plan.ranks, plan.microbatches).placement
-        if placement.stages > plan.stages:
-            continue
-        with suppress(ScheduleError):
-            results.append(figures_of(name, cut(placement, plan.stages if cut is even else times), plan, costs))
+        if placement.stages <= plan.stages:
+            with suppress(ScheduleError):
+                yield figures_of(name, cut(placement, plan.stages if cut is even else times), plan, costs, *limits)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(models(), st.sampled_from([None, 0.8, 0.5]), st.sampled_from([None, 1.5, 2]), st.data())
+def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, share, in_flight, data):
+    plan, costs = model
+    names = data.draw(st.sampled_from([FIXED, LIMITED, ("1f1b", "zb-auto"), ("zb-v", "v-auto")]))
+    limit, fixed = None, [*figures_on_cuts(FIXED, (even, balanced, levelled), plan, costs)]
     if share is not None:
-        sizes = [total for _, total in results]
+        sizes = [total for _, total, _ in fixed]
         least, most = min(sizes), max(sizes)
         limit = least + share * (most - least) or None
-    best = min(cost for cost, total in results if limit is None or total <= limit)
-    found = search(plan, costs, memory_limit_bytes=limit, layouts=True, names=NAMES, chunks=(1, 2))
-    assert found.timeline.cost <= best * (1 + 1e-9)
+    results = [*figures_on_cuts([n for n in names if n in FIXED], (even, balanced, levelled), plan, costs)]
+    ordered = [n for n in names if n in LIMITED]
+    results += figures_on_cuts(ordered, (balanced, levelled), plan, costs, in_flight, limit)
+    limits = {"memory_limit": in_flight, "memory_limit_bytes": limit}
+    within = [cost for cost, total, peak in results if total <= (limit or inf) and peak <= (in_flight or inf)]
+    try:
+        found = search(plan, costs, **limits, layouts=True, names=names, chunks=(1, 2))
+    except ScheduleError:
+        assert not within
+        return
+    assert found.timeline.cost <= min(within, default=inf) * (1 + 1e-9)
     assert found.lower_bound <= found.timeline.cost * (1 + 1e-9)
     verify(found.schedule, found.plan, offload=found.offload)
     programs = lower(found.schedule, found.plan, offload=found.offload)
     assert footprint(programs, found.costs) == found.footprint
     assert limit is None or found.bytes <= limit * (1 + 1e-9)
+    assert in_flight is None or found.peak <= in_flight * (1 + 1e-9)
     assert sum(found.layers) == plan.stages
 
 
@@ -291,7 +313,7 @@ def test_residuals_are_moved_where_that_is_faster_than_what_fits():
     moved = simulate(found.schedule, found.plan, found.costs, offload=found.offload)
     assert moved.cost == found.timeline.cost
     every = [figures_of("1f1b", each, plan, costs) for each in levelled(Placement.loop(2), [1] * 7).every()]
-    assert found.timeline.cost < min((cost for cost, total in every if total <= limit), default=float("inf"))
+    assert found.timeline.cost < min((cost for cost, total, _ in every if total <= limit), default=inf)
     assert "residuals moved" in repr(found)
 
 
