@@ -25,15 +25,16 @@ class Grouping:
 
     Args:
         layers: how many each stage has.
+        host: time that each piece of a stage takes beside those of its layers.
 
     Raises:
         ScheduleError: they are not all layers, or a stage has none.
     """
 
-    def __init__(self, plan: Plan, layers: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, layers: Sequence[int], host: float = 0.0) -> None:
         if sum(layers) != plan.stages or min(layers) < 1:
             raise ScheduleError(f"stages of {[*layers]} layers are no cut of {plan.stages}: give each at least one")
-        self.plan, self.layers = plan, layers
+        self.plan, self.layers, self.host = plan, layers, host
         self.stage_of = [stage for stage, count in enumerate(layers) for _ in range(count)]
 
     def placed(self, placement: Placement) -> Plan:
@@ -71,7 +72,7 @@ class Grouping:
         collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
         between: dict[str, Any] = {"reads": self._reads(layers), "shared": shared, "tied": self._tied(layers)}
         stages = replace(layers, **sums, **between, collectives=collectives)
-        stages = self._without_unused_inputs(layers, stages, placed)
+        stages = self._with_host(self._without_unused_inputs(layers, stages, placed))
         return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=costs.slice_scale)
 
     def _sums(self, cost: PerStage) -> list[float]:
@@ -150,6 +151,17 @@ class Grouping:
         for s in {self.stage_of[layer] for layer in inner}:
             deferred[s] = min(deferred[s], max(residuals[s], stages.bytes(Deferred(s, 0))))
         return replace(stages, backward_input=inputs, backward_weight=weights, deferred=deferred)
+
+    def _with_host(self, stages: Costs) -> Costs:
+        """Return the costs with the host's time in that of each piece, once in a fused backward."""
+        count = len(self.layers)
+        backward = [stages.at("backward", BackwardInput(stage, 0)) for stage in range(count)]
+        costs = {name: getattr(stages, name) for name in TIMES} | {"backward": backward}
+        listed = {name: [cost] * count if isinstance(cost, float) else cost for name, cost in costs.items()}
+        pieces: dict[str, Any] = {
+            name: [time + self.host for time in cost] for name, cost in listed.items() if cost is not None
+        }
+        return replace(stages, **pieces) if self.host else stages
 
     def _inner(self, costs: Costs) -> list[int]:
         """Return the layers whose input gradients, if any, end inside their stage.

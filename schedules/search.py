@@ -40,6 +40,7 @@ def search(
     chunks: Sequence[int] = CHUNKS,
     recut: bool = True,
     layouts: bool = False,
+    host: float = 0.0,
     names: Sequence[str] | None = None,
     order: Order = "drawn",
     progress: Callable[[str], None] | None = None,
@@ -63,6 +64,9 @@ def search(
             then made of neighbouring layers, and the cuts are searched with the placement and the schedule. Where a
             limit in bytes is exceeded, residuals are moved to the host, if the costs say what a copy takes, or
             recomputed, if that is faster than what fits without. The result has `layers`, `cuts` and `offload`.
+        host: with layers, the time that each piece of a stage takes beside those of its layers: to find values, to call
+            the piece, to post sends and receives. It weighs against many stages, and against backwards in halves. The
+            bound does not have it.
         names: of the schedules to try; by default all.
         order: of microbatches with `costs.scale`: "drawn", as they are; "peak", that of `fpipe.by_length`; or "search",
             the better of the two, improved by exchanging microbatches under the best schedule. The result has `order`,
@@ -97,7 +101,7 @@ def search(
     tried = {"drawn": [drawn], "peak": [peak or drawn], "search": [drawn, peak] if peak else [drawn]}
     best: Found | None = None
     for numbers in tried[order]:
-        space = Space.of(plan, reordered(costs, numbers), memory_limit, chunks, recut, layouts, names, progress)
+        space = Space.of(plan, reordered(costs, numbers), memory_limit, chunks, recut, layouts, host, names, progress)
         found = replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
         best = found if best is None else best_of([best, found])
     assert best is not None

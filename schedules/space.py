@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from fpipe._format import sized
@@ -57,6 +57,7 @@ class Space:
     chunks: Sequence[int]
     recut: bool
     layouts: bool
+    host: float
     progress: Callable[[str], None] | None
 
     @property
@@ -73,6 +74,7 @@ class Space:
         chunks: Sequence[int],
         recut: bool = True,
         layouts: bool = False,
+        host: float = 0.0,
         names: Sequence[str] | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> Space:
@@ -94,7 +96,11 @@ class Space:
             entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
         if layouts and not recut:
             raise ScheduleError("layouts are cuts of the plan's stages into others: leave recut=False out")
-        return cls(plan, costs, entries, chunks, recut, layouts, progress)
+        if host and not layouts:
+            raise ScheduleError("host is the time of a piece beside its layers: give it with layouts=True")
+        if not 0 <= host < inf:
+            raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
+        return cls(plan, costs, entries, chunks, recut, layouts, host, progress)
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
@@ -233,7 +239,7 @@ class Space:
         """Return the same model in the stages of a placement."""
         plan, m = self.plan, self.plan.microbatches
         if isinstance(place, Partition):
-            grouping = Grouping(plan, place.layers)
+            grouping = Grouping(plan, place.layers, self.host)
             placed = grouping.placed(place.placement)
             return Cut(placed, grouping.costs(self.costs, placed), place.layers)
         own = Plan(place, m) if isinstance(place, Placement) else self._own(entry, place)

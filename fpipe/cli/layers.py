@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,10 +29,21 @@ class LayerOptions:
         ),
     ] = None
 
+    host: Annotated[
+        float, InPlan(min=0, metavar="TIME", help="With --layouts: what each piece of a stage takes beside its layers.")
+    ] = 0.0
+
     @property
     def given(self) -> dict[str, object]:
         """The options that are given."""
-        return {"--layouts": self.layouts or None, "--costs": self.costs_file}
+        return {"--layouts": self.layouts or None, "--costs": self.costs_file, "--host": self.host or None}
+
+    @property
+    def searched(self) -> dict[str, Any]:
+        """The arguments of a search."""
+        if self.host and not self.layouts:
+            raise typer.BadParameter("it is beside the time of layers: give it with --layouts", param_hint="--host")
+        return {"layouts": True, "host": self.host} if self.layouts else {}
 
     def stages(self, found: Found, plan: Plan) -> int:
         """Return the stages of the cut that a result's costs are for."""

@@ -375,7 +375,7 @@ def search(
     plan, stage_costs = of_layers.model(size, costs, on_command_line(context))
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
-        options |= {"memory_limit_bytes": limit_bytes} | ({"layouts": True} if of_layers.layouts else {})
+        options |= {"memory_limit_bytes": limit_bytes} | of_layers.searched
         results = (
             pareto(plan, stage_costs, **options)
             if frontier

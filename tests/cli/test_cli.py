@@ -794,7 +794,7 @@ OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward
             "--fetch",
             "1:30",
         ),
-        ("--residuals", "2", "--deferred", "1", "--memory-limit", "2.5", "--trained", "2-5"),
+        ("--residuals", "2", "--deferred", "1", "--memory-limit", "2.5", "--trained", "2-5", "--host", "0.25"),
         ("--replicas", "2", "--parameters", "4", "--gather", "0.5:8", "--scatter", "1", "--memory-limit-bytes", "40"),
     ],
 )
@@ -865,6 +865,13 @@ def test_the_fault_of_a_file_of_costs_is_named(tmp_path, content, message):
     found = said(run("search", *SMALL, "--costs", file, status=2))
     assert message in found
     assert ("is no JSON" in found) == (content == "{")
+
+
+def test_the_hosts_time_of_a_piece_is_one_beside_layers():
+    found = said(run("search", *SMALL, "--host", "0.1", status=2))
+    assert "it is beside the time of layers: give it with --layouts" in found
+    one, other = (told(*OF_LAYERS, "--microbatches", "6", "--host", host) for host in ("0", "0.5"))
+    assert one["cost"] < other["cost"]
 
 
 def test_layers_are_no_stages_of_a_rank():

@@ -14,7 +14,7 @@ from torch import nn
 import fpipe
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, interop, lower, simulate, verify
 from fpipe.costs import Shared, Tied
-from fpipe.effects import Activation, Offload, Residuals
+from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Offload, Residuals
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, search
 from fpipe.schedules.catalogue import shares
@@ -99,6 +99,19 @@ def test_skips_ties_and_frozen_layers_are_those_of_the_stages():
     # Layer 1 is frozen, and no layer before it is trained: its stage has no input gradient, nor has layer 2.
     assert costs.backward_input[:2] == (0, 0)
     assert costs.backward_weight[:2] == (0, 1)
+
+
+@pytest.mark.parametrize("backward", [None, [3, 1, 1, 2]])
+def test_a_piece_has_the_hosts_time_once(backward):
+    costs = Costs(forward=[1, 2, 3, 4], backward_input=2, backward_weight=1, backward=backward, scale=[1, 2])
+    plan = of_layers(4, 2, 2)
+    plain, timed = (Grouping(plan, [3, 1], host).costs(costs, Plan(Placement.loop(2), 2)) for host in (0, 0.25))
+    for piece in (Forward, Backward, BackwardInput, BackwardWeight):
+        for stage in range(2):
+            assert timed.time(piece(stage, 0)) == plain.time(piece(stage, 0)) + 0.25
+    assert (timed.residuals, timed.scale) == (plain.residuals, plain.scale)
+    bounds = [search(plan, costs, layouts=True, host=host, names=["1f1b"]).lower_bound for host in (0, 0.25)]
+    assert bounds[0] == bounds[1]
 
 
 def test_tied_layers_of_one_stage_have_their_parameters_once():
@@ -329,6 +342,8 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"layouts": False, "host": 0.1}, "host is the time of a piece beside its layers: give it with layouts=True"),
+        ({"host": -1.0}, "host must be a time of at least 0, not -1"),
         ({"recut": False}, "layouts are cuts of the plan's stages into others: leave recut=False out"),
         ({"names": ["zb-v"]}, "zb-v make no stages of 3 layers on 2 ranks: each stage has at least one; try fewer"),
         ({"memory_limit_bytes": 1}, "no schedule that is known keeps to 1 B on a rank: the least is"),
@@ -338,7 +353,7 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
 def test_what_no_layout_can_be_is_refused(options, message):
     costs = Costs(parameters=10, residuals=1)
     with pytest.raises(ScheduleError, match=message):
-        search(of_layers(3, 2, 2), costs, layouts=True, **options)
+        search(of_layers(3, 2, 2), costs, **{"layouts": True, **options})
 
 
 @thorough
