@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fpipe.errors.arguments import checked
 from fpipe.stages.pytree import Path, describe, flatten, paths_of, short
-from fpipe.stages.sharding import Layout, is_dtensor, local, wrap
+from fpipe.stages.sharding import Sharding, is_dtensor, local, wrap
 
 Rule = Callable[[Path, Tensor], Sequence[Placement]] | Mapping[str, Sequence[Placement]]
 """Placements of each leaf, one for each dimension of the mesh."""
@@ -132,7 +132,7 @@ def _cut_further(leaf: DTensor, mesh: DeviceMesh, placements: list[Placement], p
             placements[-1] = Shard(axis) if cuts[axis] == 1 else _StridedShard(axis, split_factor=cuts[axis])
     piece = local(leaf)
     if axis is not None:
-        shards = Layout(piece.shape, piece.stride(), piece.dtype, axis, mesh.size(-1))
+        shards = Sharding(piece.shape, piece.stride(), piece.dtype, axis, mesh.size(-1))
         piece = shards.pieces(piece)[mesh.get_local_rank(mesh.ndim - 1)]
     with torch.no_grad():
         return DTensor.from_local(

@@ -115,7 +115,7 @@ class Prepared:
         trained: numbers of the leaves that get gradients, in the order of the weight gradients.
         paths: paths of the trained leaves.
         computed: a cache of values that depend on the params alone.
-        placed: by number, the layouts of the leaves that are pieces, of which the stage reads the whole.
+        placed: by number, the placements of the leaves that are pieces, of which the stage reads the whole.
         meshes: of the processes that compute the rank's stages together; first that of this stage, if it has one.
     """
 

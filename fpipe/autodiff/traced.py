@@ -376,7 +376,7 @@ def signature_of(prepared: Prepared, state: Flat, *rest: Flat, keep: bool, data_
 
 
 def _placed(value: Flat, prepared: Prepared) -> dict[int, Placed]:
-    """Return the layouts of the leaves of another stage's output that are pieces.
+    """Return the placements of the leaves of another stage's output that are pieces.
 
     Raises:
         StageError: this process can't compute with them.

@@ -3,7 +3,7 @@
 Collectives inside of stages would mix the numbers of different batches, and wait for ever where one process refuses the
 step or its parameters differ. So before anything runs, each process writes descriptions of its arguments into the job's
 store, and reads those of the others: in the first step of a program, and in each in which one of them has other
-layouts, other values or an error. Whether one has is known from two numbers of each, which travel in every step. The
+shardings, other values or an error. Whether one has is known from two numbers of each, which travel in every step. The
 values of params that every process has whole are compared in the first step alone.
 """
 
@@ -32,7 +32,7 @@ from fpipe.handlers.gloo import cut, gloo_group
 from fpipe.handlers.protocol import Departure, Inputs
 from fpipe.programs.program import Program
 from fpipe.stages.pytree import describe, flatten, paths_of, short
-from fpipe.stages.sharding import Placed, layout_key
+from fpipe.stages.sharding import Placed, sharding_key
 from fpipe.store import LIMIT, JobStore, bounded, polls
 
 FOREVER = 30 * 86400.0  # seconds: the watch ends the wait
@@ -44,13 +44,13 @@ class StagePeers:
 
     def __init__(self) -> None:
         self._links: dict[Ranks, Any] = {}  # groups of gloo, on the CPU
-        self._layouts: object = None  # of the params that were compared last
+        self._shardings: object = None  # of the params that were compared last
 
     def agree(
         self,
         groups: Sequence[Ranks],
         inputs: Inputs,
-        layouts: object,
+        shardings: object,
         rows: Callable[[bool], Mapping[str, str]],
         error: Exception | None,
         departure: Departure,
@@ -59,7 +59,7 @@ class StagePeers:
 
         Args:
             groups: the processes, this one among them, along each dimension.
-            layouts: is compared with that of the step before.
+            shardings: is compared with that of the step before.
             rows: returns the descriptions of the arguments, by name; given whether those have the values of params.
             error: keeps this process from the step.
             departure: of the handler; the numbers tell the others whether it was asked.
@@ -69,7 +69,7 @@ class StagePeers:
             StageError: another process has one, or their arguments differ: on all processes, with the first name.
             TransportError: a process did not come.
         """
-        has_news = error is not None or layouts != self._layouts
+        has_news = error is not None or shardings != self._shardings
         departure.is_shared |= bool(groups)
         for processes in groups:
             watch_of_handler().meet(processes)
@@ -85,7 +85,7 @@ class StagePeers:
                 self._link(processes, link)
         if error is not None:
             raise error
-        self._layouts = layouts
+        self._shardings = shardings
 
     def _link(self, processes: Ranks, name: str) -> None:
         watch, rank, purpose = (
@@ -181,16 +181,16 @@ def _missing(processes: Ranks, absent: object, timeout: float) -> TransportError
     )
 
 
-def layouts_of(step: Step) -> object:
-    """Return the layouts of a step's params, to be compared with those of another step."""
+def shardings_of(step: Step) -> object:
+    """Return the shardings of a step's params, to be compared with those of another step."""
     return [
-        (stage, prepared.spec, prepared.trained, [*prepared.placed.items()], [*map(_layout, prepared.leaves)])
+        (stage, prepared.spec, prepared.trained, [*prepared.placed.items()], [*map(_sharding, prepared.leaves)])
         for stage, prepared in step.prepared.items()
     ]
 
 
-def _layout(leaf: Any) -> object:
-    return layout_key(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+def _sharding(leaf: Any) -> object:
+    return sharding_key(leaf) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def notices_of(programs: Iterable[Program]) -> Notices:

@@ -15,7 +15,7 @@ from fpipe.autodiff.eager import Eager
 from fpipe.autodiff.interface import UNTRACED, Prepared
 from fpipe.devices import CaptureError, is_capturing
 from fpipe.errors import StageError, TransportError
-from fpipe.handlers.alike import StagePeers, descriptions, layouts_of
+from fpipe.handlers.alike import StagePeers, descriptions, shardings_of
 from fpipe.handlers.calls import Calls, Step
 from fpipe.handlers.captured import UNCAPTURED, uncapturable
 from fpipe.handlers.gradients import Rows, Sum, add_parts, check_trained, data_gradients
@@ -92,13 +92,13 @@ class Executor:
         if step is not None and not any(prepared.placed for prepared in step.prepared.values()):
             return result
         groups = processes_beside(inputs.params, processes, replicas)
-        layouts = None if step is None else layouts_of(step)
+        shardings = None if step is None else shardings_of(step)
 
         def rows(has_values: bool) -> dict[str, str]:
             return {} if step is None else descriptions(step, self.pieces, has_values)
 
         try:
-            self.stage_peers.agree(groups, inputs, layouts, rows, error, departure)
+            self.stage_peers.agree(groups, inputs, shardings, rows, error, departure)
         except StageError as difference:
             if difference is error:  # with its cause
                 raise

@@ -295,7 +295,7 @@ def _whole(params: Mapping[int, Any], precision: Precision, handler: Handler | N
 
 
 def _placed(leaf: DTensor, handler: Handler | None) -> Placed | None:
-    """Return the layout of a leaf over the processes that compute its stage together."""
+    """Return the placement of a leaf over the processes that compute its stage together."""
     return Placed.of(leaf, handler.mesh if isinstance(handler, Distributed) else None)
 
 

@@ -46,14 +46,14 @@ class Cut(NamedTuple):
         """Return the place of this process's piece.
 
         Args:
-            placed: the layout, which is `Shard`.
+            placed: the placement, which is `Shard`.
         """
         dim: int = placed.placements[0].dim  # type: ignore[attr-defined]
         mesh = placed.mesh
         return cls(dim, mesh.get_local_rank(), mesh.size(), tuple(placed.shape), tuple(placed.stride))
 
     def over(self, mesh: DeviceMesh) -> Placed:
-        """Return the layout over a mesh in which this process has the same number.
+        """Return the placement over a mesh in which this process has the same number.
 
         Raises:
             ValueError: it has another one, or the mesh has another size.

@@ -51,8 +51,8 @@ def local(leaf: Tensor) -> Tensor:
     return leaf._local_tensor.detach() if is_dtensor(leaf) else leaf
 
 
-def layout_key(leaf: Tensor) -> tuple[object, ...]:
-    """Return a key of a leaf: leaves with equal keys have equal layouts over the replicas."""
+def sharding_key(leaf: Tensor) -> tuple[object, ...]:
+    """Return a key of a leaf: leaves with equal keys have equal shardings over the replicas."""
     if is_dtensor(leaf):
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.placements, leaf.device_mesh
     return leaf.shape, leaf.dtype, leaf.stride()
@@ -147,7 +147,7 @@ def wrapped(tree: Any, like: Any) -> Any:
 
 
 class Placed(NamedTuple):
-    """The layout of a leaf over processes that compute its stage together, as those of tensor parallelism do.
+    """The placement of a leaf over processes that compute its stage together, as those of tensor parallelism do.
 
     Args:
         mesh: of these processes, which has one dimension.
@@ -161,7 +161,7 @@ class Placed(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Tensor, replicas: DeviceMesh | None) -> Self | None:
-        """Return the layout of a leaf over the dimensions of its mesh that are not the replicas'; None without any.
+        """Return the placement of a leaf over the dimensions of its mesh that are not the replicas'; None without any.
 
         Raises:
             ValueError: there are several such dimensions of more than one process, or it holds partial sums.
@@ -184,7 +184,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """The part of a leaf that one replica holds, out of the leaf that its stage reads.
 
     A leaf is cut along one dimension by the rule of `torch.chunk`: pieces of equal numbers of rows, rounded up, of
@@ -197,11 +197,11 @@ class Layout:
         shards: the number of pieces.
         shard: the number of this process's piece.
         mesh_dim: the dimension of the replicas' mesh over which it is cut; over the others the piece is replicated.
-        placed: the layout over the other dimensions, if it is cut over them.
+        placed: the placement over the other dimensions, if it is cut over them.
         is_expert: each process along the dimension of the experts has a leaf of its own: its piece.
 
-    >>> layout = Layout(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=4, shard=2, mesh_dim=0)
-    >>> layout.sizes, layout.rows
+    >>> sharding = Sharding(torch.Size([5, 2]), (2, 1), torch.float32, dim=0, shards=4, shard=2, mesh_dim=0)
+    >>> sharding.sizes, sharding.rows
     ((2, 2, 1, 0), range(4, 5))
     """
 
@@ -216,8 +216,8 @@ class Layout:
     is_expert: bool = False
 
     @classmethod
-    def of(cls, leaf: Tensor, replicas: DeviceMesh, experts: int | None = None) -> Layout:
-        """Return the layout of a leaf over the replicas' mesh. A leaf that is no DTensor is whole on every replica.
+    def of(cls, leaf: Tensor, replicas: DeviceMesh, experts: int | None = None) -> Sharding:
+        """Return the sharding of a leaf over the replicas' mesh. A leaf that is no DTensor is whole on every replica.
 
         Args:
             experts: the dimension of that mesh over which leaves are experts' if they are cut.

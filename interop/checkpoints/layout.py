@@ -15,7 +15,7 @@ from fpipe.handlers.contents import fingerprint
 from fpipe.interop.checkpoints.chunks import Chunk, chunks_of
 from fpipe.interop.checkpoints.names import Entry, Name, entries, storable
 from fpipe.stages.pipeline import Pipeline
-from fpipe.stages.sharding import layout_key, local
+from fpipe.stages.sharding import local, sharding_key
 
 ALIGNED = 64  # bytes
 ROOM = 4096  # bytes for values, at least
@@ -91,7 +91,7 @@ def _is_dict(leaf: object) -> bool:
 
 
 def _key(leaf: Any) -> object:
-    return layout_key(leaf) if isinstance(leaf, Tensor) else None
+    return sharding_key(leaf) if isinstance(leaf, Tensor) else None
 
 
 def _aligned(size: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fpipe.stages.sharding import Layout, is_dtensor, local, locals_of, wrap, wrapped
+from fpipe.stages.sharding import Sharding, is_dtensor, local, locals_of, wrap, wrapped
 from tests.support.shards import mesh_of, values
 
 SHAPES = [((7,), 0), ((5, 3), 0), ((5, 3), 1), ((1, 4), 0), ((1, 4), 1), ((8, 2), 0), ((0, 3), 0), ((2, 3, 5), 2)]
@@ -23,17 +23,17 @@ def against_torch(rank, size):
                 x = values(*shape)
                 x = x.movedim(0, -1).contiguous().movedim(-1, 0) if transposed else x
                 leaf = distribute_tensor(x, mesh, [*outer, Shard(dim)], src_data_rank=None)
-                layout = Layout.of(leaf, mesh)
-                pieces = layout.pieces(x)
-                joined = layout.joined(torch.cat([*map(layout.padded, pieces)]))
-                again = wrap(pieces[layout.shard].double(), leaf)
-                rows = [*range(x.shape[dim])][layout.rows.start : layout.rows.stop]
+                sharding = Sharding.of(leaf, mesh)
+                pieces = sharding.pieces(x)
+                joined = sharding.joined(torch.cat([*map(sharding.padded, pieces)]))
+                again = wrap(pieces[sharding.shard].double(), leaf)
+                rows = [*range(x.shape[dim])][sharding.rows.start : sharding.rows.stop]
                 checks = {
-                    "piece": torch.equal(pieces[layout.shard], local(leaf)),
+                    "piece": torch.equal(pieces[sharding.shard], local(leaf)),
                     "rows": torch.equal(x.index_select(dim, torch.tensor(rows, dtype=torch.long)), local(leaf)),
                     "whole": torch.equal(joined, leaf.full_tensor()),
                     "stride": joined.stride() == x.stride() or x.numel() <= max(x.shape),
-                    "count": (layout.dim, layout.shards) == (dim, mesh.size(-1)),
+                    "count": (sharding.dim, sharding.shards) == (dim, mesh.size(-1)),
                     "wrapped": torch.equal(again.full_tensor(), x.double()),
                     "place": (again.placements, again.shape, again.stride()) == (leaf.placements, x.shape, x.stride()),
                     "memory": local(leaf).data_ptr() == leaf.to_local().data_ptr(),
@@ -51,7 +51,7 @@ def test_pieces_are_those_of_torch(pools, size):
 
 
 def whole_on_each_replica(rank):
-    """Layouts of a plain leaf, a replicated one, and one that is cut over another dimension of the mesh."""
+    """Shardings of a plain leaf, a replicated one, and one that is cut over another dimension of the mesh."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh, scalar, x = mesh_of(2, 2, names=("dp", "tp")), torch.tensor(3.0), values(6, 4)
@@ -61,17 +61,17 @@ def whole_on_each_replica(rank):
         distribute_tensor(x, mesh["tp"], [Shard(0)], src_data_rank=None),
     ]
     again = wrap(torch.tensor(4.0), leaves[1])
-    *layouts, cut = (Layout.of(leaf, mesh["dp"]) for leaf in leaves)
+    *shardings, cut = (Sharding.of(leaf, mesh["dp"]) for leaf in leaves)
     placed = cut.placed.placements, cut.placed.shape
-    return [*layouts, replace(cut, placed=None)], placed, (again.placements == (Replicate(),), again.item())
+    return [*shardings, replace(cut, placed=None)], placed, (again.placements == (Replicate(),), again.item())
 
 
 def test_leaves_that_the_replicas_do_not_cut(pools):
-    for layouts, (placements, shape), again in pools(4).run(whole_on_each_replica):
-        assert layouts == [
-            Layout(torch.Size([6, 4]), (4, 1), torch.float32),
-            Layout(torch.Size([]), (), torch.float32),
-            Layout(torch.Size([3, 4]), (4, 1), torch.float32),
+    for shardings, (placements, shape), again in pools(4).run(whole_on_each_replica):
+        assert shardings == [
+            Sharding(torch.Size([6, 4]), (4, 1), torch.float32),
+            Sharding(torch.Size([]), (), torch.float32),
+            Sharding(torch.Size([3, 4]), (4, 1), torch.float32),
         ]
         assert [(p.dim, *shape) for p in placements] == [(0, 6, 4)]
         assert again == (True, 4.0)
@@ -88,9 +88,9 @@ def beneath_tensor_parallelism(rank):
         piece = columns.chunk(2, dp.dim)[mesh.get_local_rank("dp")]
         placements = [dp, Shard(tp)]
         leaf = DTensor.from_local(piece.contiguous(), mesh, placements, shape=x.shape, stride=x.stride())
-        layout = Layout.of(leaf, mesh["dp"])
-        whole = layout.joined(torch.cat([*map(layout.padded, layout.pieces(columns))]))
-        if not (torch.equal(leaf.full_tensor(), x) and torch.equal(layout.pieces(columns)[layout.shard], piece)):
+        sharding = Sharding.of(leaf, mesh["dp"])
+        whole = sharding.joined(torch.cat([*map(sharding.padded, sharding.pieces(columns))]))
+        if not (torch.equal(leaf.full_tensor(), x) and torch.equal(sharding.pieces(columns)[sharding.shard], piece)):
             wrong.append((placements, "piece"))
         if not (torch.equal(whole, columns) and whole.is_contiguous()):
             wrong.append((placements, "whole"))
@@ -111,7 +111,7 @@ def refusals(rank):
     ]
     for leaf in leaves:
         with pytest.raises(ValueError, match="leaf float32") as caught:
-            Layout.of(leaf, mesh)
+            Sharding.of(leaf, mesh)
         yield str(caught.value)
 
 
@@ -119,7 +119,7 @@ def refused(rank):
     return [*refusals(rank)]
 
 
-def test_layouts_that_no_handler_can_gather_are_refused(pools):
+def test_shardings_that_no_handler_can_gather_are_refused(pools):
     twice, partial = pools(4).run(refused)[0]
     assert "is cut over 2 dimensions of the replicas' mesh, (Shard(dim=0), Shard(dim=0)): cut it over one" in twice
     assert "holds partial sums, (Partial(sum),): redistribute it" in partial

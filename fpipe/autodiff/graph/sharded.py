@@ -74,7 +74,7 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes with DTensors over a mesh of one dimension; plain tensors are the same in all its processes.
 
     Args:
-        placed: the layouts of the params of the stage, and of what it reads of other stages.
+        placed: the placements of the params of the stage, and of what it reads of other stages.
         sequence: as of `Stage`.
         local: its function makes DTensors by itself, of all but the params.
 

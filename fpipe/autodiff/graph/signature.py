@@ -40,7 +40,7 @@ class Spec(NamedTuple):
     wanted: bool  # whether it requires a gradient
     conj: bool
     neg: bool
-    placed: Placed | None = None  # of a tensor that is this process's piece of a larger one: the layout of that
+    placed: Placed | None = None  # of a tensor that is this process's piece of a larger one: how that is placed
 
 
 class Static(NamedTuple):
@@ -85,7 +85,7 @@ class Tree(NamedTuple):
 
         Args:
             wanted: numbers of those that require gradients.
-            placed: by number, the layouts of those that are pieces.
+            placed: by number, the placements of those that are pieces.
         """
         return cls(tuple(leaf(x, i in wanted, placed.get(i)) for i, x in enumerate(leaves)), spec)
 
@@ -123,7 +123,7 @@ class Signature(NamedTuple):
 
     @property
     def placed(self) -> list[Placed]:
-        """Return the layouts of the params, and of the outputs of other stages, that are pieces."""
+        """Return the placements of the params, and of the outputs of other stages, that are pieces."""
         leaves = (x for tree in (self.params, *self.sources) for x in tree.leaves)
         return [x.placed for x in leaves if isinstance(x, Spec) and x.placed is not None]
 

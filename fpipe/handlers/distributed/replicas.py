@@ -37,7 +37,7 @@ from fpipe.handlers.distributed.connections import Connections
 from fpipe.handlers.distributed.grid import Grid
 from fpipe.stages.precision import Precision
 from fpipe.stages.pytree import describe, paths_of, short
-from fpipe.stages.sharding import Layout, is_dtensor, layout_key, local
+from fpipe.stages.sharding import Sharding, is_dtensor, local, sharding_key
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -87,11 +87,11 @@ class Shards:
 
     Args:
         pieces: the leaves of the stage's params, in which DTensors are this replica's pieces.
-        layouts: of each tensor among them.
+        shardings: of each tensor among them.
     """
 
     pieces: Leaves
-    layouts: dict[int, Layout]
+    shardings: dict[int, Sharding]
     arriving: list[Callable[[], None]] = field(default_factory=list)
     whole: Leaves = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class ReplicaChannels:
         self.others = frozenset(mesh.mesh.flatten().tolist()) - {dist.get_rank()}
         self.shards: dict[int, Shards] = {}
         self.reductions: list[list[_Reduction | _Single]] = []  # of each scatter that is not taken yet
-        self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Layout]]] = {}  # by stage, of the step before
+        self.known: dict[int, tuple[list[tuple[object, ...]], dict[int, Sharding]]] = {}  # by stage, of the step before
 
     def begin(self, step: Step) -> None:
         """Take the params of a step.
@@ -135,8 +135,8 @@ class ReplicaChannels:
         for stage, prepared in step.prepared.items():
             tensors = {i: x for i, x in enumerate(prepared.leaves) if isinstance(x, Tensor)}
             names = [f"params{short(path)}" for path in paths_of(prepared.spec)]
-            layouts = self._layouts(stage, tensors, names)
-            sharded = [i for i, layout in layouts.items() if layout.dim is not None]
+            shardings = self._shardings(stage, tensors, names)
+            sharded = [i for i, sharding in shardings.items() if sharding.dim is not None]
             if sharded and stage not in self.gathered:
                 raise self._wrong(
                     stage,
@@ -154,12 +154,14 @@ class ReplicaChannels:
                 )
             pieces = [self.precision.cast(local(leaf)) for leaf in prepared.leaves]
             if self.precision.compute is not None:
-                layouts = {i: replace(layout, dtype=pieces[i].dtype) for i, layout in layouts.items()}
-            if self.connections.grid.batches or any(layout.is_expert for layout in layouts.values()):
+                shardings = {i: replace(sharding, dtype=pieces[i].dtype) for i, sharding in shardings.items()}
+            if self.connections.grid.batches or any(sharding.is_expert for sharding in shardings.values()):
                 step.joint.add(stage)
-            self.shards[stage] = Shards(pieces, layouts)
+            self.shards[stage] = Shards(pieces, shardings)
             prepared.leaves[:] = self.shards[stage].pieces
-            prepared.placed.update({i: layout.placed for i, layout in layouts.items() if layout.placed is not None})
+            prepared.placed.update(
+                {i: sharding.placed for i, sharding in shardings.items() if sharding.placed is not None}
+            )
 
     def clear(self) -> None:
         """Drop what refers to a step's params and gradients."""
@@ -167,27 +169,27 @@ class ReplicaChannels:
         for reductions in self.reductions:
             reductions.clear()
 
-    def _layouts(self, stage: int, tensors: Mapping[int, Tensor], names: Sequence[str]) -> dict[int, Layout]:
-        """Return the layouts of a stage's params: those of the step before, where they are placed alike."""
-        places = [layout_key(x) for x in tensors.values()]
+    def _shardings(self, stage: int, tensors: Mapping[int, Tensor], names: Sequence[str]) -> dict[int, Sharding]:
+        """Return the shardings of a stage's params: those of the step before, where they are placed alike."""
+        places = [sharding_key(x) for x in tensors.values()]
         if stage not in self.known or self.known[stage][0] != places:
-            self.known[stage] = places, {i: self._layout(stage, x, names[i]) for i, x in tensors.items()}
+            self.known[stage] = places, {i: self._sharding(stage, x, names[i]) for i, x in tensors.items()}
         return self.known[stage][1]
 
-    def _layout(self, stage: int, leaf: Tensor, name: str) -> Layout:
+    def _sharding(self, stage: int, leaf: Tensor, name: str) -> Sharding:
         try:
-            layout = Layout.of(leaf, self.mesh, self.experts)
+            sharding = Sharding.of(leaf, self.mesh, self.experts)
         except ValueError as error:
             raise self._wrong(stage, f"{name}: {error}") from error
-        if is_dtensor(leaf) and layout.mesh_dim not in (None, shard_dim(self.mesh, self.experts)):
+        if is_dtensor(leaf) and sharding.mesh_dim not in (None, shard_dim(self.mesh, self.experts)):
             last = "last one" if self.experts is None else "last one beside that of the experts"
             raise self._wrong(
                 stage,
-                f"{name}, {describe(leaf)}, is cut over dimension {layout.mesh_dim} of the replicas' mesh, "
+                f"{name}, {describe(leaf)}, is cut over dimension {sharding.mesh_dim} of the replicas' mesh, "
                 f"{_placed(leaf)}, and shards are gathered over its {last}: shard it by interop.fsdp(params, mesh), "
                 "or pass the mesh's dimensions to the handler in the other order",
             )
-        return layout
+        return sharding
 
     def _wrong(self, stage: int, message: str) -> StageError:
         return StageError(message, rank=self.connections.grid.rank, stage=stage)
@@ -201,13 +203,13 @@ class ReplicaChannels:
         rows, values = dict[str, str](), dict[str, str]()
         for stage, prepared in step.prepared.items():
             names = [f"params[{stage}]{short(path)}" for path in paths_of(prepared.spec)]
-            for i, layout in self.shards[stage].layouts.items():
-                dtype = str(layout.dtype).removeprefix("torch.")
-                pieces = "" if layout.dim is None else f" in {layout.shards} shards along dimension {layout.dim}"
-                experts = ", of each process's own experts" if layout.is_expert else ""
+            for i, sharding in self.shards[stage].shardings.items():
+                dtype = str(sharding.dtype).removeprefix("torch.")
+                pieces = "" if sharding.dim is None else f" in {sharding.shards} shards along dimension {sharding.dim}"
+                experts = ", of each process's own experts" if sharding.is_expert else ""
                 frozen = "" if i in prepared.trained else ", frozen"
-                rows[names[i]] = f"{dtype}{[*layout.shape]}{pieces}{experts}{frozen}"
-                if has_values and layout.dim is None and not layout.is_expert:
+                rows[names[i]] = f"{dtype}{[*sharding.shape]}{pieces}{experts}{frozen}"
+                if has_values and sharding.dim is None and not sharding.is_expert:
                     digest = contents.digest(self.shards[stage].pieces[i])
                     values[f"the digest of the values of {names[i]}"] = digest
         return rows | values
@@ -247,40 +249,44 @@ class ReplicaChannels:
         Each comes with the buffer into which its leaves are gathered.
         """
         packed = defaultdict[Any, list[int]](list)
-        for i, layout in shards.layouts.items():
-            if layout.dim is None:
+        for i, sharding in shards.shardings.items():
+            if sharding.dim is None:
                 continue
-            if prod(layout.shape) * layout.dtype.itemsize < IN_PLACE:
-                packed[layout.dtype, shards.pieces[i].device].append(i)
+            if prod(sharding.shape) * sharding.dtype.itemsize < IN_PLACE:
+                packed[sharding.dtype, shards.pieces[i].device].append(i)
             else:
-                yield self._gather_one(shards, i, layout, purpose)
+                yield self._gather_one(shards, i, sharding, purpose)
         for numbers in packed.values():
             yield self._gather_packed(shards, numbers, purpose)
 
-    def _gather_one(self, shards: Shards, i: int, layout: Layout, purpose: str) -> tuple[Callable[[], None], Tensor]:
-        piece = layout.padded(shards.pieces[i])
-        whole = piece.new_empty((layout.shards * piece.shape[0], *piece.shape[1:]))
+    def _gather_one(
+        self, shards: Shards, i: int, sharding: Sharding, purpose: str
+    ) -> tuple[Callable[[], None], Tensor]:
+        piece = sharding.padded(shards.pieces[i])
+        whole = piece.new_empty((sharding.shards * piece.shape[0], *piece.shape[1:]))
         works = self.connections.all_gather("gather", whole, piece, purpose)
 
         def arrive() -> None:
             self.connections.wait_on_lane("gather", works, purpose, piece)
-            shards.whole[i] = layout.joined(whole)
+            shards.whole[i] = sharding.joined(whole)
 
         return arrive, whole
 
     def _gather_packed(self, shards: Shards, numbers: list[int], purpose: str) -> tuple[Callable[[], None], Tensor]:
-        layouts = [shards.layouts[i] for i in numbers]
-        pieces = [layout.padded(shards.pieces[i]) for i, layout in zip(numbers, layouts, strict=True)]
+        shardings = [shards.shardings[i] for i in numbers]
+        pieces = [sharding.padded(shards.pieces[i]) for i, sharding in zip(numbers, shardings, strict=True)]
         sizes = [piece.numel() for piece in pieces]
         own = torch.cat([piece.reshape(-1) for piece in pieces])
-        every = own.new_empty(layouts[0].shards, own.numel())
+        every = own.new_empty(shardings[0].shards, own.numel())
         works = self.connections.all_gather("gather", every, own, purpose)
 
         def arrive() -> None:
             self.connections.wait_on_lane("gather", works, purpose, own)
-            for i, layout, piece, part in zip(numbers, layouts, pieces, every.split_with_sizes(sizes, 1), strict=True):
-                whole = part.reshape(layout.shards * piece.shape[0], *piece.shape[1:])
-                shards.whole[i] = layout.joined(whole)
+            for i, sharding, piece, part in zip(
+                numbers, shardings, pieces, every.split_with_sizes(sizes, 1), strict=True
+            ):
+                whole = part.reshape(sharding.shards * piece.shape[0], *piece.shape[1:])
+                shards.whole[i] = sharding.joined(whole)
 
         return arrive, every
 
@@ -293,14 +299,14 @@ class ReplicaChannels:
 
         def post(step: Step) -> None:
             self.agree()
-            prepared, layouts = step.prepared[stage], self.shards[stage].layouts
-            terms, of_trained = step.sums.pop(stage).read(), [layouts[i] for i in prepared.trained]
+            prepared, shardings = step.prepared[stage], self.shards[stage].shardings
+            terms, of_trained = step.sums.pop(stage).read(), [shardings[i] for i in prepared.trained]
             pieces = self.shards[stage].pieces
             same = defaultdict[Any, list[int]](list)
-            for k, layout in enumerate(of_trained):
+            for k, sharding in enumerate(of_trained):
                 if terms[k] is None:
-                    terms[k] = self.precision.term(_filled(pieces[prepared.trained[k]], layout))
-                lane = "experts" if layout.is_expert else "scatter"
+                    terms[k] = self.precision.term(_filled(pieces[prepared.trained[k]], sharding))
+                lane = "experts" if sharding.is_expert else "scatter"
                 alone = k if terms[k].nbytes >= IN_PLACE else None
                 same[lane, alone, terms[k].dtype, terms[k].device].append(k)
             reductions[:] = [
@@ -332,8 +338,8 @@ class ReplicaChannels:
 class _Single:
     """The sum of some gradients of a stage that no other replica has: those of experts that are on one process each."""
 
-    def __init__(self, numbers: Sequence[int], layouts: Sequence[Layout], terms: Leaves) -> None:
-        self.sums = {k: layouts[k].laid_out(terms[k]) for k in numbers}
+    def __init__(self, numbers: Sequence[int], shardings: Sequence[Sharding], terms: Leaves) -> None:
+        self.sums = {k: shardings[k].laid_out(terms[k]) for k in numbers}
 
     def add(self) -> None:
         """There is nothing to wait for."""
@@ -357,32 +363,32 @@ class _Reduction:
         channels: ReplicaChannels,
         lane: str,
         numbers: list[int],
-        layouts: Sequence[Layout],
+        shardings: Sequence[Sharding],
         terms: Leaves,
         purpose: str,
     ) -> None:
         self.connections, self.lane, self.purpose, self.exact = channels.connections, lane, purpose, channels.exact
         self.members = self.connections.lanes[lane]
         self.two_levels = lane == "scatter" and "replicate" in self.connections.lanes
-        self.sharded = [(k, layouts[k]) for k in numbers if layouts[k].dim is not None]
-        self.others = [(k, layouts[k]) for k in numbers if layouts[k].dim is None]
+        self.sharded = [(k, shardings[k]) for k in numbers if shardings[k].dim is not None]
+        self.others = [(k, shardings[k]) for k in numbers if shardings[k].dim is None]
         count = sum(terms[k].numel() for k, _ in self.others)
         self.part = -(-count // len(self.members))  # of the others, in the care of each process
         whole = terms[numbers[0]]
-        if len(numbers) == 1 and _is_cut_in_place(whole, layouts[numbers[0]], len(self.members)):
+        if len(numbers) == 1 and _is_cut_in_place(whole, shardings[numbers[0]], len(self.members)):
             self.sent, self.own = whole.view(-1), whole.numel() // len(self.members)
         else:
-            self.sent, self.own = self._packed(channels, layouts, terms)
+            self.sent, self.own = self._packed(channels, shardings, terms)
         works, received = self.connections.exchange(lane, self.sent, self.exact, purpose)
         self.works: list[dist.Work] = works
         self.received: Tensor | None = received
 
-    def _packed(self, channels: ReplicaChannels, layouts: Sequence[Layout], terms: Leaves) -> tuple[Tensor, int]:
+    def _packed(self, channels: ReplicaChannels, shardings: Sequence[Sharding], terms: Leaves) -> tuple[Tensor, int]:
         """Return the parts for all processes, one after another and equally long, and the length of this one's own."""
         rest = [terms[k].reshape(-1) for k, _ in self.others]
         chunks = _cut(torch.cat(rest), self.part, len(self.members)) if rest else [[]] * len(self.members)
-        shard_of = [_shard_of(channels.mesh, layout.mesh_dim) for _, layout in self.sharded]
-        pieces = [layout.pieces(terms[k]) for k, layout in self.sharded]
+        shard_of = [_shard_of(channels.mesh, sharding.mesh_dim) for _, sharding in self.sharded]
+        pieces = [sharding.pieces(terms[k]) for k, sharding in self.sharded]
         grid = channels.connections.grid
         rows = [
             [*(own[shards[r // grid.ranks]].reshape(-1) for own, shards in zip(pieces, shard_of, strict=True)), *chunk]
@@ -422,16 +428,16 @@ class _Reduction:
     def put(self, result: Leaves) -> None:
         """Put the sums into their places, in the memory order of the parameters, as autograd accumulates gradients."""
         at = 0
-        for k, layout in self.sharded:
-            shape = layout.piece_shape
-            result[k] = layout.laid_out(self.sum[at : at + prod(shape)].view(shape))
+        for k, sharding in self.sharded:
+            shape = sharding.piece_shape
+            result[k] = sharding.laid_out(self.sum[at : at + prod(shape)].view(shape))
             at += prod(shape)
         if self.others:
             self.connections.wait_on_lane(self.lane, self.works, self.purpose)
             at = 0
-            for k, layout in self.others:
-                shape = layout.shape
-                result[k] = layout.laid_out(self.rest[at : at + prod(shape)].view(shape))
+            for k, sharding in self.others:
+                shape = sharding.shape
+                result[k] = sharding.laid_out(self.rest[at : at + prod(shape)].view(shape))
                 at += prod(shape)
 
 
@@ -439,13 +445,13 @@ def _placed(leaf: DTensor) -> str:
     return f"{leaf.placements} over {leaf.device_mesh}"
 
 
-def _is_cut_in_place(whole: Tensor, layout: Layout, count: int) -> bool:
+def _is_cut_in_place(whole: Tensor, sharding: Sharding, count: int) -> bool:
     """Return whether a gradient's memory is the parts for so many processes, one after another and equally long."""
     if not whole.is_contiguous():
         return False
-    if layout.dim is None:
+    if sharding.dim is None:
         return whole.numel() % count == 0
-    return layout.dim == 0 and layout.shards == count and whole.shape[0] % count == 0
+    return sharding.dim == 0 and sharding.shards == count and whole.shape[0] % count == 0
 
 
 def _cut(whole: Tensor, part: int, count: int) -> list[list[Tensor]]:
@@ -454,9 +460,9 @@ def _cut(whole: Tensor, part: int, count: int) -> list[list[Tensor]]:
     return [[x, x.new_zeros(part - x.numel())] for x in parts]
 
 
-def _filled(piece: Tensor, layout: Layout) -> Tensor:
+def _filled(piece: Tensor, sharding: Sharding) -> Tensor:
     """Return the gradient that stands for none: it changes no bit of a sum."""
-    return torch.full(layout.shape, -0.0, dtype=layout.dtype, device=piece.device)
+    return torch.full(sharding.shape, -0.0, dtype=sharding.dtype, device=piece.device)
 
 
 def _shard_of(mesh: DeviceMesh, mesh_dim: int | None) -> list[int]:
