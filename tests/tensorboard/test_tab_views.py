@@ -19,7 +19,7 @@ from tests.support.captures import record
 from tests.support.combinations import thorough
 from tests.support.tab import BROWSED, HASTE, MODULE, amount, opened
 
-pytestmark = BROWSED
+pytestmark = [*BROWSED, thorough]  # test_tab.py has what is there by default
 RANKS, MICROBATCHES = 4, 6
 STEPS = range(1, 9)
 EARLY = 2.5e-3  # seconds by which a receive of the run "two" is posted before the first compute
@@ -213,7 +213,6 @@ def test_it_recovers_when_the_server_was_started_again(tab, board):
     tab.forgive("ERR_FAILED")
 
 
-@thorough
 def test_it_recovers_from_a_real_restart(chromium, logdir):
     with Board(logdir) as board:
         board.until(lambda captures: len(captures) == len(STEPS) + len(DRIFTS) + 5)
