@@ -1,77 +1,136 @@
 """Measure how many tokens a second a pipeline generates, beside one process, and beside `model.generate`.
 
     python -m benchmarks.generate
+    python -m benchmarks.generate --width 128 512 --microbatches 2 4 --tokens 128
 
 A GPT-2 of random weights, whose head takes the time of a layer, generates from 8 prompts. `tokens_per_s` is of ranks
 over gloo, one thread each; `one_process` of a process that runs the same microbatches through the same stages, at one
 thread; and `batch_generate` of `model.generate` with all prompts as one batch, at one thread. They take turns, and
 `ratio` is the median over rounds of the first over the second, `batch_ratio` of the first over the third. `equal` is
 whether all three give the same tokens.
+
+`bound` is the ratio if no rank ever waited: the time that all pieces take in one process, while the other cores have
+nothing to do, over that of the busiest rank, while all ranks compute. It is less than the number of ranks where cores
+share a cache and the way to memory, or where stages differ. `busy` is the share of a call that each rank's pieces take,
+and `host` what the host does between them, to post messages above all. All three are in processor time of the thread
+that computes, which other programs disturb less. The rest of a call are waits: for messages, for the first prompts to
+pass the ranks before, and for the last token.
+
+With `--prompt-slices` the ranks run prompts in so many slices, one process whole ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import fpipe
 from benchmarks import models
-from fpipe import Placement, handlers
+from fpipe import Pipeline, Placement, Recording, handlers
 from fpipe.interop.transformers import split_with_cache
 
 PROMPTS, LENGTH = 8, 32
+WAYS = ("tokens_per_s", "one_process", "batch_generate")
 
 
-def job(
-    rank: int, ranks: int, width: int, microbatches: int, tokens: int, rounds: int
-) -> Iterator[list[dict[str, Any]]]:
-    """Yield the one row."""
+class Setting(NamedTuple):
+    """The width of the model, and the numbers of microbatches, of new tokens, and of slices of the prompts."""
+
+    width: int
+    microbatches: int
+    tokens: int
+    slices: int
+
+
+@dataclass
+class Rounds:
+    """The calls of some rounds.
+
+    Args:
+        seconds: of each way's calls.
+        alone: the seconds that the pieces of all stages took in one process.
+        busy: those that the pieces of each rank took.
+        host: those that the host took between these.
+        texts: the tokens of each way, in the last round.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WAYS})
+    alone: list[float] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    host: list[list[float]] = field(default_factory=list)
+    texts: list[torch.Tensor] = field(default_factory=list)
+
+
+def job(rank: int, ranks: int, settings: Sequence[Setting], rounds: int) -> Iterator[list[dict[str, Any]]]:
+    """Run one process: yield the row of each setting, as measured on rank 0."""
+    for setting in settings:
+        model, pipeline, params = language_model(ranks, setting)
+        calls = run(model, pipeline, params, ranks, setting, rounds)
+        yield [row(ranks, setting, calls)] if rank == 0 else []
+
+
+def language_model(ranks: int, setting: Setting) -> tuple[Any, Pipeline, Any]:
+    """Return a model, with its pipeline and params: five layers on each rank, of which the head is one."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    layers = 5 * ranks - 1  # and the head
     torch.manual_seed(0)
-    numbers = {"vocab_size": 12 * width, "n_positions": LENGTH + tokens, "n_embd": width, "n_layer": layers}
+    width, length = setting.width, LENGTH + setting.tokens
+    numbers = {"vocab_size": 12 * width, "n_positions": length, "n_embd": width, "n_layer": layers(ranks)}
     model = GPT2LMHeadModel(GPT2Config(**numbers, n_head=width // 64, eos_token_id=None, bos_token_id=None)).eval()
     cuts = [f"transformer.h.{5 * each}" for each in range(1, ranks)]
-    rows, length = PROMPTS // microbatches, LENGTH + tokens
-    pipeline, params = split_with_cache(model, rows=rows, max_length=length, at=cuts)
-    prompts = torch.randint(12 * width, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return model, *split_with_cache(model, rows=PROMPTS // setting.microbatches, max_length=length, at=cuts)
 
-    def generator(placement: Placement, handler: Any) -> Callable[[], torch.Tensor]:
-        plan = pipeline.plan(placement, microbatches)
-        run = fpipe.generator(pipeline, plan, handler=handler, max_new_tokens=tokens)
+
+def layers(ranks: int) -> int:
+    return 5 * ranks - 1
+
+
+def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Setting, rounds: int) -> Rounds:
+    """Generate in all ways in turn; the first round traces, and does not count. Only rank 0 runs all of them."""
+    prompts = torch.randint(12 * setting.width, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    batch = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": setting.tokens}
+
+    def generator(placement: Placement, handler: Any, slices: int) -> tuple[Callable[[], torch.Tensor], Recording]:
+        plan, tokens = pipeline.plan(placement, setting.microbatches), setting.tokens
+        programs = fpipe.lower(fpipe.autoregressive, replace(plan, tokens=slices - 1 + tokens, prefills=slices))
+        recording = Recording(programs, clock=time.thread_time)
+        options: dict[str, Any] = {"max_new_tokens": tokens, "prompt_slices": slices, "observe": recording}
+        generate = fpipe.generator(pipeline, plan, handler=handler, **options)
         own = pipeline.params_on(params, plan, handler)
-        return lambda: run(own, prompts)
+        return lambda: generate(own, prompts), recording
 
-    by_ranks = generator(Placement.loop(ranks), handlers.Distributed())
-    alone = {
-        "one_process": generator(Placement([0] * ranks), handlers.Local()),
-        "batch_generate": lambda: model.generate(
-            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=tokens, do_sample=False, pad_token_id=0
-        ),
-    }
-    rates: dict[str, list[float]] = {"tokens_per_s": [], **{name: [] for name in alone}}
-    texts: list[torch.Tensor] = []
+    by_ranks, of_ranks = generator(Placement.loop(ranks), handlers.Distributed(), setting.slices)
+    alone, of_one = generator(Placement([0] * ranks), handlers.Local(), slices=1)
+    ways = [by_ranks, alone, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]
+    calls = Rounds()
     for at in range(rounds + 1):
-        dist.barrier()
-        results = [timed(by_ranks)]
-        for call in alone.values():
+        results = []
+        for way in ways:
             dist.barrier()
-            if rank == 0:
-                results.append(timed(call))
-        if rank == 0 and at:  # the first round traces
-            texts = [tokens for tokens, _ in results]
-            for each, (_, seconds) in zip(rates.values(), results, strict=True):
-                each.append(PROMPTS * tokens / seconds)
-    if rank == 0:
-        yield [row(f"gpt2, {layers} layers of width {width}", ranks, microbatches, rates, texts)]
-    else:
-        yield []
+            if way is by_ranks or dist.get_rank() == 0:
+                results.append(timed(way))
+        accounts = of_every_rank(of_ranks.measurement().account(dist.get_rank()), ranks)
+        if at and dist.get_rank() == 0:
+            calls.texts = [tokens for tokens, _ in results]
+            for each, (_, seconds) in zip(calls.seconds.values(), results, strict=True):
+                each.append(seconds)
+            calls.alone.append(of_one.measurement().account(0).compute)
+            calls.busy.append([account.compute for account in accounts])
+            calls.host.append([sum(account.between) for account in accounts])
+    return calls
+
+
+def of_every_rank(value: Any, ranks: int) -> list[Any]:
+    values = [None] * ranks
+    dist.all_gather_object(values, value)
+    return values
 
 
 def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
@@ -81,22 +140,31 @@ def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
     return tokens, time.perf_counter() - start
 
 
-def row(
-    model: str, ranks: int, microbatches: int, rates: Mapping[str, Sequence[float]], texts: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """Return the row of some rounds, of which each list of rates has the tokens a second."""
+def row(ranks: int, setting: Setting, calls: Rounds) -> dict[str, Any]:
+    """Return the row of some rounds."""
+    tokens, seconds = PROMPTS * setting.tokens, calls.seconds
+    whole = seconds["tokens_per_s"]
 
     def over(name: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates["tokens_per_s"], rates[name], strict=True))
+        return statistics.median(b / a for a, b in zip(whole, seconds[name], strict=True))
 
-    first, *others = texts
+    def shares(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+        each = [[part / call for part in parts] for parts, call in zip(of_ranks, whole, strict=True)]
+        return [statistics.median(rank) for rank in zip(*each, strict=True)]
+
+    first, *others = calls.texts
     return {
-        "model": model,
+        "model": f"gpt2, {layers(ranks)} layers of width {setting.width}",
         "prompts": PROMPTS,
-        "microbatches": microbatches,
+        "microbatches": setting.microbatches,
+        "tokens": setting.tokens,
+        "prompt_slices": setting.slices,
         "ranks": ranks,
-        **{name: statistics.median(each) for name, each in rates.items()},
+        **{name: tokens / statistics.median(each) for name, each in seconds.items()},
         "ratio": over("one_process"),
+        "bound": statistics.median(one / max(each) for one, each in zip(calls.alone, calls.busy, strict=True)),
+        "busy": shares(calls.busy),
+        "host": shares(calls.host),
         "batch_ratio": over("batch_generate"),
         "equal": all(torch.equal(first, other) for other in others),
     }
@@ -105,11 +173,14 @@ def row(
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for each in rows:
         print(
-            f"{each['model']}, {each['prompts']} prompts in {each['microbatches']} microbatches, {each['ranks']} ranks"
-            ": "
-            f"{each['tokens_per_s']:.0f} tokens/s, one process {each['one_process']:.0f} (ratio {each['ratio']:.2f}), "
-            f"model.generate of the batch {each['batch_generate']:.0f} (ratio {each['batch_ratio']:.2f}); the tokens "
-            f"are {'the same' if each['equal'] else 'different'}",
+            f"{each['model']}, {each['prompts']} prompts in {each['microbatches']} microbatches"
+            f"{' and {prompt_slices} slices'.format(**each) if each['prompt_slices'] > 1 else ''}, {each['tokens']} "
+            f"new tokens, {each['ranks']} ranks: {each['tokens_per_s']:.0f} tokens/s, one process "
+            f"{each['one_process']:.0f} (ratio {each['ratio']:.2f}, bound {each['bound']:.2f}; pieces take "
+            f"{', '.join(f'{share:.0%}' for share in each['busy'])} of each rank's time, and the host between them "
+            f"{', '.join(f'{share:.0%}' for share in each['host'])}), model.generate of the batch "
+            f"{each['batch_generate']:.0f} (ratio {each['batch_ratio']:.2f}); the tokens are "
+            f"{'the same' if each['equal'] else 'different'}",
             flush=True,
         )
 
@@ -117,13 +188,18 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = models.parser(__doc__, rounds=7, limit=900)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, choices=(64, 128, 256, 512, 768), default=512)
-    parser.add_argument("--microbatches", type=int, choices=(1, 2, 4, 8), default=2)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--width", type=int, nargs="+", choices=(64, 128, 256, 512, 768), default=[512])
+    parser.add_argument("--microbatches", type=int, nargs="+", choices=(1, 2, 4, 8), default=[2])
+    parser.add_argument("--tokens", type=models.positive, nargs="+", default=[32])
+    parser.add_argument("--prompt-slices", type=models.positive, nargs="+", default=[1])
+    models.add_out(parser)
     options = parser.parse_args()
-    arguments = options.width, options.microbatches, options.tokens, options.rounds
-    parts = models.in_processes(job, options.ranks, *arguments, limit=options.limit)
-    models.report("generate", options.json, parts, show)
+    numbers = options.width, options.microbatches, options.tokens, options.prompt_slices
+    settings = list(itertools.starmap(Setting, itertools.product(*numbers)))
+    parts = models.in_processes(job, options.ranks, settings, options.rounds, limit=options.limit)
+    rows = models.report("generate", options.json, parts, show)
+    if options.out:
+        models.write(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -197,28 +197,31 @@ def test_overlaps(pools):
 
 
 def test_rates_of_generating_are_compared_within_a_round():
-    rates = {"tokens_per_s": [30, 10, 44], "one_process": [20, 10, 22], "batch_generate": [60, 20, 44]}
-    found = [torch.ones(8, 3)] * 3
-    row = benchmark("generate").row("gpt2", 2, 4, rates, found)
-    assert row.keys() >= {
-        "model",
-        "prompts",
-        "ranks",
-        "tokens_per_s",
-        "one_process",
-        "batch_generate",
-        "ratio",
-        "equal",
-    }
-    assert (row["tokens_per_s"], row["ratio"], row["batch_ratio"], row["equal"]) == (30, 1.5, 0.5, True)
-    assert not benchmark("generate").row("gpt2", 2, 4, rates, [*found[:2], torch.zeros(8, 3)])["equal"]
+    generate = benchmark("generate")
+    tokens, found = 8 * 4, [torch.ones(8, 3)] * 3
+    seconds = {"tokens_per_s": [1.0, 3.0, 0.7], "one_process": [1.5, 3.0, 1.4], "batch_generate": [0.5, 1.5, 0.7]}
+    busy = [[0.75, 0.5], [1.5, 2.0], [0.5, 0.5]]
+    host = [[0.1, 0.2], [0.3, 0.6], [0.07, 0.14]]
+    calls = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, found)
+    row = generate.row(2, generate.Setting(64, 4, 4, 1), calls)
+    assert row.keys() >= {"model", "prompts", "microbatches", "tokens", "prompt_slices", "ranks", "batch_generate"}
+    assert (row["tokens_per_s"], row["one_process"]) == (tokens / 1.0, tokens / 1.5)
+    assert (row["ratio"], row["batch_ratio"], row["equal"]) == (1.5, 0.5, True)
+    assert row["bound"] == pytest.approx(1.6)  # of 1.2 / 0.75, 3 / 2 and 0.9 / 0.5
+    assert row["busy"] == pytest.approx([0.5 / 0.7, 2 / 3])
+    assert row["host"] == pytest.approx([0.1, 0.2])
+    other = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [*found[:2], torch.zeros(8, 3)])
+    assert not generate.row(2, generate.Setting(64, 4, 4, 1), other)["equal"]
 
 
 @pytest.mark.skipif(not ALL, reason="an export in each process takes ten seconds: FPIPE_TESTS=all runs it")
 def test_generate(printed):
-    (row,) = printed("generate", "--width", "64", "--tokens", "3", "--rounds", "1")
-    assert row["equal"]
-    assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["one_process"])
+    rows = printed("generate", "--width", "64", "--tokens", "3", "--rounds", "1", "--prompt-slices", "1", "4")
+    assert [row["prompt_slices"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["equal"]
+        assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["one_process"])
+        assert 0 < max(row["busy"]) < 1
 
 
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
