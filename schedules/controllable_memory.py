@@ -1,31 +1,19 @@
 """V-Min, V-Half, and the best order on the V placement under any memory limit."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from math import inf
 
 from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
-from fpipe.plan import Placement, Plan, Schedule
+from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
-from fpipe.schedules.v_blocks import (
-    Fill,
-    Order,
-    Shape,
-    best_words,
-    block,
-    filled_blocks,
-    ordered,
-    passes,
-    repeat,
-    squeeze,
-)
+from fpipe.schedules.v_orders import half, half_orders, min_orders, third
+from fpipe.schedules.v_search import best_order, filled_blocks, order_within, ordered
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
 from fpipe.schedules.work import Room, Words, Work, table
-from fpipe.schedules.zb_v import orders as zb_v_orders
 
 
 def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -47,8 +35,7 @@ def v_half(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Eff
     rank 1  .   F0a .   .   F0b F1a .   I0b F1b W0b F2a I0a I1b W0a F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b .   .   F1a F1b I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    limit = half(plan.ranks)
-    return ordered("v_half", rank, plan, costs, half_orders, limit, _within(plan.ranks, limit))
+    return ordered("v_half", rank, plan, costs, half_orders, half(plan.ranks))
 
 
 def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -71,8 +58,7 @@ def v_min(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effe
     rank 1  .   F0a F1a F2a F0b .   .   I0b W0b F1b I0a W0a .   I1b F2b W1b I1a I2b W1a W2b I2a W2a
     rank 2  .   .   F0a F0b F1a F1b .   .   I0b I0a W0b F2a W0a F2b I1b I1a W1b W1a I2b I2a W2b W2a
     """
-    limit = third(plan.ranks)
-    return ordered("v_min", rank, plan, costs, min_orders, limit, _within(plan.ranks, limit))
+    return ordered("v_min", rank, plan, costs, min_orders, third(plan.ranks))
 
 
 def v_auto(
@@ -84,6 +70,9 @@ def v_auto(
     resident: Residence | int | None = None,
 ) -> Schedule:
     """Return the best order found on the V placement under a memory limit, of building blocks and named schedules.
+
+    Up to eight ranks, and to ZB-V's memory of p microbatches, an order in more memory is never slower. Up to there all
+    lower limits are searched too, which may take seconds.
 
     Args:
         costs: of stages and transfers.
@@ -108,10 +97,11 @@ def v_auto(
     if not limit >= 1:
         raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")
     if memory_limit_bytes is None:
-        return from_table(table(_in_chunks(plan, costs, limit), plan))
+        return from_table(table(best_order(plan, costs, _chunks(plan, limit)).words, plan))
 
     def order(room: Room) -> Words:
-        whole = _in_chunks(plan, costs, min(limit, *whole_microbatches(plan, room)))
+        chunks = _chunks(plan, min(limit, *whole_microbatches(plan, room)))
+        whole = order_within(plan, costs, chunks).words
         if memory_limit is not None or room.deferred == room.residuals:
             return whole
         chunks = min(2 * plan.microbatches, *room.fitting(plan, room.residuals))
@@ -120,46 +110,5 @@ def v_auto(
     return within_bytes(plan, costs, memory_limit_bytes, resident, order)
 
 
-def _in_chunks(plan: Plan, costs: Costs, limit: float) -> Words:
-    """Return the best words, of passes, with so many microbatches in flight."""
-    chunks = int(min(2 * limit, 2 * plan.microbatches) + ROUNDING)
-    words = best_words(plan, costs, chunks, _within(plan.ranks, chunks))
-    return [[passes(rank, plan)[kind] for kind in word] for rank, word in enumerate(words)]
-
-
-def half(ranks: int) -> int:
-    """Return V-Half's peak in chunks."""
-    return (ranks + 2) // 2 * 2
-
-
-def third(ranks: int) -> int:
-    """Return V-Min's peak in chunks."""
-    return (ranks + 4) // 3 * 2
-
-
-def half_orders(ranks: int, microbatches: int) -> Words:
-    """V-Half: two slots for each rank on the way down, one on the way up."""
-    return _orders(ranks, microbatches, Shape((1, 0, 1, 0), (0, 0 if ranks % 2 else 3, 1)), half(ranks))
-
-
-def min_orders(ranks: int, microbatches: int) -> Words:
-    """V-Min: a microbatch waits only at the turn, and only if 3 divides p, where it would collide with others.
-
-    If p = 2 mod 3, the peak has room for the same wait. The paper has no wait there, and costs up to 4 units more.
-    """
-    return _orders(ranks, microbatches, Shape((0, 0, 0, 0), (0, 0 if ranks % 3 == 1 else 2, 0)), third(ranks))
-
-
-@lru_cache(maxsize=8)
-def _orders(ranks: int, microbatches: int, shape: Shape, limit: int) -> Words:
-    """Repeat a block and squeeze it at unit costs, with reordering if that helps."""
-    work = Work.of(Plan(Placement.v(ranks), microbatches), Costs())
-    words = repeat(block(ranks, shape), 6, microbatches)
-    results = [squeeze(words, work, limit, Fill(reorder)) for reorder in (False, True)]
-    return min(results, key=lambda result: result[0])[1]
-
-
-def _within(ranks: int, limit: int) -> tuple[Order, ...]:
-    """Return the named orders whose peak is within a limit in chunks."""
-    peaks = ((2 * ranks, zb_v_orders), (half(ranks), half_orders), (third(ranks), min_orders))
-    return tuple(order for peak, order in peaks if peak <= limit)
+def _chunks(plan: Plan, limit: float) -> int:
+    return int(min(2 * limit, 2 * plan.microbatches) + ROUNDING)

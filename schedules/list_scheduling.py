@@ -1,7 +1,6 @@
 """List scheduling: each rank, when it is free, starts the best pass that can start. No torch.
 
-`ListScheduler` plays the ranks against each other; `greedy` chooses by rules, and v_blocks.py by orders that are nearly
-right already.
+`ListScheduler` plays the ranks against each other; `greedy` chooses by rules, and `follow` keeps to words.
 
 - Passes are placed in the order of their starts: a rank chooses with the knowledge of all that has started before.
 - Transfers on one edge queue, as in the simulator.

@@ -1,13 +1,12 @@
 """ZB-V: zero bubble on two chunks of each rank, with the memory of 1F1B."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from fpipe.costs import Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
-from fpipe.schedules.v_blocks import FA, FB, IA, IB, WA, WB, Word, ordered
-from fpipe.schedules.work import Words
+from fpipe.schedules.v_orders import zb_v_orders
+from fpipe.schedules.v_search import ordered
 
 
 def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effect]:
@@ -27,24 +26,4 @@ def zb_v(rank: int, plan: Plan, *, costs: Costs | None = None) -> Iterator[Effec
     rank 0  F0a F1a F2a F0b I0b W0b F1b I1b W1b F3a I0a W0a F2b I2b W2b I1a W1a F3b I3b W3b I2a W2a I3a W3a
     rank 1  .   F0a F0b F1a F1b I0b W0b F2a I0a W0a F2b I1b W1b F3a I1a W1a F3b I2b W2b I2a I3b I3a W2a W3b W3a
     """
-    return ordered("zb_v", rank, plan, costs, orders, 2 * plan.ranks, (orders,))
-
-
-def order(rank: int, ranks: int, microbatches: int) -> Word:
-    """Return the paper's order for 2p - 1 microbatches or more; for fewer, leave the missing ones out."""
-    count, below = max(microbatches, 2 * ranks - 1), ranks - rank
-    warmup = [FA] * (2 * below - 1) + [FB, FA] * rank + [FB, IB, WB] * below
-    steady = [FA, IA, WA, FB, IB, WB] * (count - ranks - below + 1) + [IA, WA, FB, IB, WB] * (below - 1)
-    cooldown = [IA, IB] * rank + [IA, WA] * below + [WB] * rank + [WA] * rank
-    word, done = [], [0] * 6
-    for kind in warmup + steady + cooldown:
-        if done[kind] < microbatches:
-            word.append(kind)
-        done[kind] += 1
-    return word
-
-
-@lru_cache(maxsize=8)
-def orders(ranks: int, microbatches: int) -> Words:
-    """Return the orders of all ranks."""
-    return [order(rank, ranks, microbatches) for rank in range(ranks)]
+    return ordered("zb_v", rank, plan, costs, zb_v_orders, 2 * plan.ranks)

@@ -1,0 +1,248 @@
+"""The search for the fastest order on the V placement under a memory limit. No torch.
+
+Candidates are the named orders, and building blocks of several shapes and periods, which repeat. Ranks that wait run
+passes before their turn (`Squeezing`), and weight gradients fill what is left (`Filling`). All are tried on as many
+microbatches as show a warm-up, a steady phase and a cool-down, the best on all. Then shapes near the best ones are
+tried. Lower limits are searched too, unless their lower bound says that they are not faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import chain
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from fpipe.costs import ROUNDING, Costs
+from fpipe.effects import Effect
+from fpipe.plan import Plan
+from fpipe.schedules import work as passes_of
+from fpipe.schedules.bounds import lower_bound
+from fpipe.schedules.filling import Filled, Filling, exchanged
+from fpipe.schedules.list_scheduling import follow
+from fpipe.schedules.requirements import a_v
+from fpipe.schedules.squeezing import Fill, Squeezing
+from fpipe.schedules.v_blocks import IA, SHAPES, Shape, effects, fitted, passes, repeat, shortest_period
+from fpipe.schedules.v_orders import Order, named_orders
+from fpipe.schedules.work import Room, Words, Work
+
+LIMITS = 16  # that are searched, at most; all of them up to p = 8
+PERIODS = 3  # from the shortest one
+NEAR = 30  # blocks near the best ones
+FINALISTS = 4
+SMALL = 600  # passes, up to which random moves are tried
+CLOSE = 1.05  # times the least cost, up to which a candidate is worth a second look
+
+
+class Repeated(NamedTuple):
+    """A building block, stretched as far as the limit allows, repeated every period."""
+
+    shape: Shape
+    period: int
+
+
+Make = Callable[[int], Words]  # microbatches -> words of kinds, without weight gradients
+
+
+class Way(NamedTuple):
+    """How words come about, and their cost on few microbatches."""
+
+    cost: float
+    repeated: Repeated | None
+    make: Make
+    fill: Fill
+
+
+def ordered(schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Order, chunks: int) -> Iterator[Effect]:
+    """Yield a rank's effects: in a named order if all passes take the same time, else in the best order for the costs.
+
+    Args:
+        chunks: in flight on a rank.
+
+    Raises:
+        ScheduleError: the placement is not `Placement.v(ranks)`.
+    """
+    a_v(schedule, plan)
+    if costs is None or Work.of(plan, costs).even:
+        yield from effects(order(plan.ranks, plan.microbatches)[rank], rank, plan)
+    else:
+        yield from passes_of.effects(order_within(plan, costs, chunks).words[rank], plan.stages)
+
+
+def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:
+    """Return the fastest order that is found with so many chunks in flight on a rank, or with fewer."""
+    best, most = order_within(plan, costs, chunks), 2 * plan.ranks
+    step = -(-most // LIMITS)
+    for fewer in range((chunks - 1) // step * step, 1, -step) if chunks <= most else (most,):
+        if lower_bound(plan, costs, fewer / 2) >= best.cost * (1 - ROUNDING):
+            break
+        best = min(best, order_within(plan, costs, fewer), key=lambda filled: filled.cost)
+    return best
+
+
+@lru_cache(maxsize=64)
+def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
+    """Return the order that the search at this limit finds."""
+    return _Search(plan, costs, chunks).run()
+
+
+class _Search:
+    """The search at one limit.
+
+    Args:
+        shortest: the period in which a block fits.
+        ways: that were tried on few microbatches.
+        least, best: the least cost on few microbatches, and the best order of all.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs, chunks: int) -> None:
+        self.plan, self.chunks = plan, chunks
+        count = plan.microbatches if len({*costs.scale}) > 1 else min(plan.microbatches, 2 * plan.ranks + 4)
+        few = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
+        self.few = _Player(Work.of(replace(plan, microbatches=count), few), chunks)
+        self.all = _Player(Work.of(plan, costs), chunks)
+        self.bound = lower_bound(plan, costs, chunks / 2)
+        patience = (0.0,) if self.all.work.even else (0.0, 1.0)
+        self.fills = [Fill(reorder, part) for reorder in (True, False) for part in patience]
+        self.shortest = shortest_period(plan.ranks, chunks)
+        self.ways = list[Way]()
+        self.tried = set[tuple[str, int]]()
+        self.least, self.best = inf, Filled(inf, [])
+
+    @property
+    def is_done(self) -> bool:
+        return self.best.cost <= self.bound * (1 + ROUNDING)
+
+    def run(self) -> Filled:
+        """Try named orders and blocks, then the best few on all microbatches, then random moves of passes."""
+        self._try_named()
+        for each in chain(self._blocks(), self._near()):
+            if self.is_done:
+                return self.best
+            slots = fitted(self.plan.ranks, each.shape, each.period, self.chunks)
+            if slots is not None and (key := (repr(slots), each.period)) not in self.tried:
+                self.tried.add(key)
+                self._try(each, partial(repeat, slots, each.period))
+        unlike: dict[float, Way] = {}
+        for way in self._ranked():
+            unlike.setdefault(round(way.cost, 9), way)
+        for way in [*unlike.values()][:FINALISTS]:
+            self._finish(way.make, way.fill)
+        return self.best if self.all.count > SMALL else exchanged(self.all.filling, self.best, self.bound)
+
+    def _try_named(self) -> None:
+        for order in named_orders(self.plan.ranks, self.chunks):
+            words = self.all.passes(order(self.plan.ranks, self.plan.microbatches))
+            self._improve(Filled(follow(words, self.all.work), words))
+            self._try(None, partial(_without_weights, order, self.plan.ranks))
+
+    def _ranked(self) -> list[Way]:
+        return sorted(self.ways, key=lambda way: way.cost)
+
+    def _blocks(self) -> Iterator[Repeated]:
+        for period in range(self.shortest, self.shortest + PERIODS):
+            yield from (Repeated(shape, period) for shape in SHAPES)
+
+    def _near(self) -> Iterator[Repeated]:
+        """Yield blocks near the best ones so far."""
+        rng = Random(0)
+        for _ in range(NEAR):
+            best = [way.repeated for way in self._ranked() if way.repeated][: 2 * FINALISTS]
+            if not best:
+                return
+            near = rng.choice(best)
+            waits = [*near.shape.hops, *near.shape.turns]
+            for _ in range(rng.choice((1, 2, 3))):
+                n = rng.randrange(len(waits))
+                waits[n] = max(0, waits[n] + rng.choice((-1, 1)))
+            first, second, third, fourth, *turns = waits
+            shape = Shape((first, second, third, fourth), (turns[0], turns[1], turns[2]))
+            yield Repeated(shape, max(6, near.period + rng.choice((-1, 0, 0, 0, 1))))
+
+    def _try(self, each: Repeated | None, make: Make) -> None:
+        words = make(self.few.microbatches)
+        for fill in self.fills:
+            if each and each.period > self.shortest and not fill.reorder:
+                continue  # long waits are for other passes
+            cost, order = self.few.squeeze(words, fill, self.least * CLOSE)
+            if cost == inf:
+                continue
+            cost = min(cost, *self.few.filled(order, [self.few.least, self.least, inf]))
+            self.ways.append(Way(cost, each, make, fill))
+            if cost <= self.least * (1 + ROUNDING):
+                self.least = min(cost, self.least)
+                self._finish(make, fill)
+
+    def _finish(self, make: Make, fill: Fill) -> None:
+        """Try a candidate on all microbatches."""
+        cost, order = self.all.squeeze(make(self.plan.microbatches), fill, inf)
+        self._improve(Filled(cost, self.all.passes(order)))
+        targets = [self.all.least, self.best.cost, inf]
+        costs = self.all.filled(order, targets)
+        if min(costs) < self.best.cost * (1 - ROUNDING):
+            words = self.all.passes(order, last=IA)
+            self._improve(self.all.filling.fill(words, targets[costs.index(min(costs))]))
+
+    def _improve(self, filled: Filled) -> None:
+        if filled.cost < self.best.cost * (1 - ROUNDING):
+            self.best = filled
+
+
+class _Player:
+    """What plays and fills words of one number of microbatches.
+
+    Args:
+        least: the time of all passes of a rank.
+        count: of the passes.
+    """
+
+    def __init__(self, work: Work, chunks: int) -> None:
+        plan = work.plan
+        self.work, self.microbatches, self.chunks = work, plan.microbatches, chunks
+        self.squeezing, self.filling = Squeezing(work), Filling(work, Room.counted(plan, [chunks / 2] * plan.ranks))
+        self.least, self.count = max(self.filling.busy), len(work.times) * plan.microbatches
+        self._passes = [passes(rank, plan) for rank in range(plan.ranks)]
+
+    def squeeze(self, words: Words, fill: Fill, most: float) -> tuple[float, Words]:
+        return self.squeezing.squeeze(words, self.chunks, fill, most)
+
+    def passes(self, words: Words, last: int = 5) -> Words:
+        """Return words of kinds up to one as words of passes."""
+        return [
+            [numbers[kind] for kind in word if kind <= last] for numbers, word in zip(self._passes, words, strict=True)
+        ]
+
+    def filled(self, words: Words, targets: list[float]) -> list[float]:
+        """Return the costs of words whose weight gradients are filled in anew, for each target."""
+        sequence = self.filling.sequence(self.passes(words, last=IA))
+        return [self.filling.cost(sequence, target) if sequence else inf for target in targets]
+
+
+def filled_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
+    """Return the fastest of words of passes, and of blocks whose weight gradients are filled in within a room.
+
+    Args:
+        chunks: in flight on a rank, each until its input gradient.
+        words: that fit the room, with weight gradients.
+    """
+    plan, filling = work.plan, Filling(work, room)
+    best, least = Filled(follow(words, work), words), max(filling.busy) * (1 + ROUNDING)
+    period = shortest_period(plan.ranks, chunks) if chunks > 1 else 0
+    for shape in SHAPES if chunks > 1 else ():
+        slots = fitted(plan.ranks, shape, period, chunks)
+        if slots is None:
+            continue
+        kinds = repeat(slots, period, plan.microbatches)
+        blocks = [[passes(rank, plan)[kind] for kind in word] for rank, word in enumerate(kinds)]
+        sequence = filling.sequence(blocks) or []
+        for target in (least, best.cost, inf):
+            if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
+                best = filling.fill(blocks, target)
+    return best.words
+
+
+def _without_weights(order: Order, ranks: int, microbatches: int) -> Words:
+    return [[kind for kind in word if kind <= IA] for word in order(ranks, microbatches)]
