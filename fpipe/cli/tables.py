@@ -79,6 +79,14 @@ def share_of(plan: Plan) -> list[Text]:
     return [Text(f"costs are for a rank's share of the model: {shares}", "dim")]
 
 
+def above(cost: float, bound: float, scale: Scale = PLAIN) -> list[Text]:
+    """Return a note of how far a cost is above a lower bound, if there is one."""
+    if not bound:
+        return []
+    gap = percent(max(0.0, cost / bound - 1))
+    return [Text(f"no order in this memory costs less than {scale.full(bound)}: this one costs {gap} more", "dim")]
+
+
 def account(timeline: Timeline, scale: Scale = PLAIN, peaks: Sequence[float | None] = ()) -> Table:
     """Return a table of each rank's busy time, idle time by cause, and peak memory.
 

@@ -165,16 +165,18 @@ def simulate(
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
+    limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes}
     if as_json:
-        limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes}
         bound = lower_bound(timeline.plan, timeline.costs, **limits)
         loop = {} if steps is None else attributes(timeline, "steps", "period")
         print_json(result(name, simulated, options.resident) | {"lower_bound": bound} | loop)
         return
-    from fpipe.cli.tables import account, headline, memory_of, share_of
+    from fpipe.cli.tables import above, account, headline, memory_of, share_of
 
     scale = scale_of(timeline.makespan, unit)
     notes = share_of(timeline.plan)
+    if any(limits.values()) and steps is None and options.offload_limit_bytes is None:
+        notes += above(timeline.cost, lower_bound(timeline.plan, timeline.costs, **limits), scale)
     show(headline(name, timeline, scale), *notes, account(timeline, scale), *memory_of(simulated.footprint))
     if logdir:
         print(f"See it in the Pipeline tab of: tensorboard --logdir {shlex.quote(str(logdir))}")

@@ -470,6 +470,10 @@ def test_a_limit_in_bytes_orders_for_bytes():
     whole, in_bytes = told(*model, "--memory-limit", "5"), told(*model, "--memory-limit-bytes", "5")
     assert max(account["total"] for account in in_bytes["memory"]) <= 5
     assert in_bytes["lower_bound"] <= in_bytes["cost"] < whole["lower_bound"]
+    gap = in_bytes["cost"] / in_bytes["lower_bound"] - 1
+    shown = run(*model, "--memory-limit-bytes", "5").stdout
+    assert re.search(rf"no order in this memory costs less than [\d.]+: this one costs {gap:.1%} more", shown)
+    assert "in this memory" not in run(*model).stdout
     wrong = said(run(*model, "--memory-limit-bytes", "0.5", status=1))
     assert "rank 0 needs 1 B for a microbatch" in wrong
 

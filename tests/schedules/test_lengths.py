@@ -111,6 +111,19 @@ def test_the_searched_order_is_the_best_of_all_orders():
     assert found.timeline.cost == min(fpipe.simulate("1f1b", plan, each).cost for each in costs)
 
 
+@pytest.mark.parametrize("options", [{"names": ["v-auto"]}, {"names": ["zb-auto", "v-auto"], "layouts": True}])
+def test_every_engine_orders_microbatches(options):
+    lengths = [5.0, 1, 4, 2]
+    plan = Plan(Placement([0, 0, 1, 1]) if "layouts" in options else Placement.v(2), 4)
+    costs = Costs(1, 1, 1, scale=lengths)
+    drawn, peak, found = (
+        schedules.search(plan, costs, 1.5, order=order, **options) for order in ("drawn", "peak", "search")
+    )
+    assert found.timeline.cost <= min(drawn.timeline.cost, peak.timeline.cost) < drawn.timeline.cost
+    assert list(found.costs.scale) == [lengths[m] for m in found.order]
+    assert found.timeline.cost == fpipe.simulate(found.schedule, found.plan, found.costs).cost
+
+
 def test_equal_lengths_stay_as_drawn():
     found = schedules.search(Plan(Placement.loop(2), 4), names=["1f1b"], order="search")
     assert (found.order, found.costs.scale) == ((0, 1, 2, 3), ())
