@@ -159,6 +159,36 @@ def test_partitions(pools):
     assert rows[3]["predicted_ms"] <= rows[0]["predicted_ms"]
 
 
+def of_vocabulary(rank):
+    """The rows of a small table in a process, of one round."""
+    vocabulary = benchmark("vocabulary")
+    vocabulary.TABLES["timed4"] = vocabulary.Table(4, 8, 4, 1)
+    (rows,) = vocabulary.job(rank, 4, "timed4", 1)
+    return rows
+
+
+@pytest.mark.skipif(not ALL, reason="five ways in four processes take ten seconds: FPIPE_TESTS=all runs them")
+def test_vocabulary_by_timed_stages(pools):
+    rows = {row["way"]: row for row in pools(4).run(of_vocabulary)[0]}
+    assert list(rows) == ["1f1b", "balanced", "named", "dualpipe", "vocabulary"]
+    assert [*rows["1f1b"]["layers"]] == [3, 2, 2, 3]
+    assert [*rows["balanced"]["layers"]][-1] == 1  # the head alone
+    for row in rows.values():
+        assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
+        assert row["layers"] == () or sum(row["layers"]) == 10
+        assert row["measured_ms"] > 4 * 3 * 3  # ms that a rank sleeps at least
+    assert min(rows[way]["predicted_over"] for way in ("balanced", "dualpipe", "vocabulary")) > 1
+
+
+@pytest.mark.skipif(not ALL, reason="a profile and five steps of a GPT-2 take ten seconds: FPIPE_TESTS=all runs them")
+def test_vocabulary_with_real_compute(printed, tmp_path):
+    rows = printed("vocabulary", "--tables", "real", "--rounds", "1", "--out", str(tmp_path / "vocabulary.json"))
+    assert json.loads((tmp_path / "vocabulary.json").read_text())["rows"] == rows
+    assert [row["way"] for row in rows] == ["1f1b", "balanced", "named", "dualpipe", "vocabulary"]
+    assert all(row["bytes"] > 0 for row in rows)
+    assert rows[-1]["bytes"] < rows[0]["bytes"]  # no rank has the whole matrix
+
+
 def of_timed_stages(rank, table, layer):
     """The rows of a table in a process, of one round."""
     (rows,) = timed.job(rank, 4, table, ["looped-bfs"], layer, 2 * layer, 1)
