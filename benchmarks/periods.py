@@ -1,13 +1,15 @@
-"""Compare the period of training steps with and without a barrier between them.
+"""Compare the period of training steps with and without a barrier between them, and with a norm of the gradients.
 
     python -m benchmarks.periods                                   # two tables
     python -m benchmarks.periods --tables compute --rounds 10
+    python -m benchmarks.periods --tables timed --schedules zb-h2
     python -m benchmarks.periods --json                            # a list of objects, and nothing else
 
 A loop of `train_step` has no barrier: a rank begins the next step when its own part is done, and the last rank, which
 has begun late, ends late (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4). It finds its first
-values there when it comes. With a barrier, all ranks meet after each step. The two loops take turns in one run, and the
-optimizer's update of a stage is the last effect of its rank in both.
+values there when it comes. With a barrier, all ranks meet after each step. With `max_norm`, each rank waits for the
+gradients of all, and with `post_validate=True` it goes on as if nothing were clipped. The loops take turns in one run,
+and the optimizer's update of a stage is the last that its rank does in all of them.
 
 - compute: two ranks of a transformer, with real compute. Ranks must not exceed cores.
 - timed: four ranks whose layers sleep for their cost (benchmarks/timed.py), with real tensors and transfers.
@@ -15,16 +17,21 @@ optimizer's update of a stage is the last effect of its rank in both.
 An object has, in milliseconds:
 
 - barrier_ms, free_ms: measured, the period of a loop of `--steps` steps, as medians of rounds.
+- norm_ms, late_ms: likewise with `max_norm`, without and with post-validation, where no gradients are clipped.
+- clipped_ms: with post-validation where those of every step are clipped: each rank waits.
 - barrier_predicted_ms, free_predicted_ms: the makespan of one simulated step, and the period of as many, by costs of
   `fpipe.profile` and a measured link.
+- norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
+  copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
 - won, won_predicted: the share of the period with a barrier that the loop without one saves. won has its quartiles.
+- won_late, won_late_predicted: likewise, of the period with a norm, what post-validation saves.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +49,14 @@ from fpipe.stages.pytree import flatten
 WIDTH = 256
 KINDS = {"compute": 2, "timed": 4}
 SCHEDULES = ("1f1b", "zb-h2", "zb-auto")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "norm": {"max_norm": 1e9},
+    "late": {"max_norm": 1e9, "post_validate": True},
+    "clipped": {"max_norm": 1e-9, "post_validate": True},
+}
+"""Those of `train_step`, by way."""
+SAVED = ("barrier", "free"), ("norm", "late")
 
 
 class Model(NamedTuple):
@@ -68,9 +83,12 @@ def schedule_of(name: str, plan: Plan, costs: Costs) -> Schedule:
     return fixed.get(name) or zb_auto(plan, costs, memory_limit=2 * plan.ranks)
 
 
-def job(rank: int, ranks: int, kind: str, layer: float, steps: int, rounds: int) -> Iterator[list[dict[str, Any]]]:
+def job(
+    rank: int, ranks: int, kind: str, names: Sequence[str], layer: float, steps: int, rounds: int
+) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of a table, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
+    assert handler.peers is not None
     pipeline, params, (batch, target), optimizer = model(kind, ranks, layer)
     microbatches = len(batch) if kind == "timed" else models.MICROBATCHES
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
@@ -83,11 +101,36 @@ def job(rank: int, ranks: int, kind: str, layer: float, steps: int, rounds: int)
         autodiff="graph",
     )
     costs = replace(costs, communication=models.ping(rank, torch.ones_like(batch[:rows])))
-    for name in SCHEDULES:
+    for name in names:
         schedule = schedule_of(name, plan, costs)
-        step = fpipe.train_step(pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
-        loop = _Loop(step, pipeline.params_on(params, plan, rank), optimizer, batch, target)
-        yield [row(kind, name, plan, costs, schedule, measure(loop, steps, rounds), steps)]
+        train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
+        own = pipeline.params_on(params, plan, rank)
+        each = {way: _Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
+        extra = {way: max(handler.peers.gather(seconds(own, way), "costs")) for way in OPTIONS}
+        ways = {"barrier": (each["free"], dist.barrier)} | {way: (loop, _nothing) for way, loop in each.items()}
+        yield [row(kind, name, plan, costs, extra, schedule, measure(ways, steps, rounds), steps)]
+
+
+def seconds(params: Any, way: str) -> float:
+    """Return what a rank's part of a norm takes, with what is done beside it."""
+    leaves = [leaf.detach() for leaf in flatten(params).leaves]
+    factor = torch.ones((), dtype=torch.float64)
+
+    def extra() -> None:
+        if way != "free":
+            torch._foreach_norm(leaves, 2, torch.float64)
+        if way in ("norm", "clipped"):
+            torch._foreach_mul(leaves, factor)
+        if way == "late":
+            for leaf in (*leaves, *leaves, *leaves):  # AdamW's averages are as large
+                leaf.clone()
+
+    times = []
+    for _ in range(models.REPEATS):
+        begun = time.perf_counter()
+        extra()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
 
 
 class _Loop:
@@ -101,14 +144,16 @@ class _Loop:
             self()
 
     def __call__(self) -> None:
-        self.params, self.state, _ = self.step(self.params, self.state, *self.data)
+        self.params, self.state, *_ = self.step(self.params, self.state, *self.data)
 
 
-def measure(loop: Callable[[], None], steps: int, rounds: int) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of a step of each round, with a barrier and without."""
-    times: tuple[list[float], list[float]] = ([], [])
+def measure(
+    ways: Mapping[str, tuple[Callable[[], None], Callable[[], object]]], steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds of a step of each round, by way: a loop's step, and what comes between two."""
+    times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for own, between in zip(times, (dist.barrier, _nothing), strict=True):
+        for way, (loop, between) in ways.items():
             dist.barrier()
             ends = []
             for _ in range(steps):
@@ -116,7 +161,7 @@ def measure(loop: Callable[[], None], steps: int, rounds: int) -> tuple[list[flo
                 between()
                 ends.append(time.perf_counter())
             half = steps // 2  # as of Timeline.period
-            own.append(1e3 * (ends[-1] - ends[half - 1]) / (steps - half))
+            times[way].append(1e3 * (ends[-1] - ends[half - 1]) / (steps - half))
     return times
 
 
@@ -129,13 +174,13 @@ def row(
     name: str,
     plan: Plan,
     costs: Costs,
+    extra: Mapping[str, float],
     schedule: Schedule,
-    times: tuple[list[float], list[float]],
+    times: Mapping[str, list[float]],
     steps: int,
 ) -> dict[str, Any]:
-    predict = partial(fpipe.simulate, updating(schedule), plan, costs)
-    barrier, free = predict().makespan, predict(steps=steps).period
-    won = [1 - b / a for a, b in zip(*times, strict=True)]
+    predicted = {way: predict(way, plan, costs, extra.get(way, 0.0), schedule, steps) for way in times}
+    won, won_late = ([1 - b / a for a, b in zip(times[x], times[y], strict=True)] for x, y in SAVED)
     return {
         "table": kind,
         "schedule": name,
@@ -143,29 +188,42 @@ def row(
         "microbatches": plan.microbatches,
         "steps": steps,
         "rounds": len(won),
-        "barrier_ms": statistics.median(times[0]),
-        "barrier_predicted_ms": 1e3 * barrier,
-        "free_ms": statistics.median(times[1]),
-        "free_predicted_ms": 1e3 * free,
+        **{f"{way}_ms": statistics.median(each) for way, each in times.items()},
+        **{f"{way}_predicted_ms": 1e3 * each for way, each in predicted.items()},
         "won": statistics.median(won),
         "won_quartiles": statistics.quantiles(won)[::2] if len(won) > 1 else won * 2,
-        "won_predicted": 1 - free / barrier,
+        "won_predicted": 1 - predicted["free"] / predicted["barrier"],
+        "won_late": statistics.median(won_late),
+        "won_late_predicted": 1 - predicted["late"] / predicted["norm"],
     }
+
+
+def predict(way: str, plan: Plan, costs: Costs, extra: float, schedule: Schedule, steps: int) -> float:
+    """Return the period of a loop; `extra` is the time of a norm and of what comes with it."""
+    updates = [costs.update] * plan.stages if isinstance(costs.update, float) else [*costs.update]
+    if way == "barrier":
+        return fpipe.simulate(updating(schedule), plan, costs).makespan
+    if way in ("norm", "clipped"):  # all ranks update once the last one's gradients are there
+        return fpipe.simulate(schedule, plan, costs).makespan + extra + max(updates)
+    late = replace(costs, update=[update + extra for update in updates])
+    return fpipe.simulate(updating(schedule), plan, late, steps=steps).period
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
         print("{table}, {schedule}: {ranks} ranks, {microbatches} microbatches, {steps} steps x {rounds}".format(**r))
         print(f"{'':10}{'measured':>10} {'predicted':>10} {'ratio':>6}")
-        for way in ("barrier", "free"):
+        for way in ("barrier", *OPTIONS):
             measured, predicted = r[f"{way}_ms"], r[f"{way}_predicted_ms"]
             print(f"{way:10}{measured:8.1f} ms {predicted:7.1f} ms {measured / predicted:6.3f}")
-        print(f"{'won':10}{r['won']:10.1%} {r['won_predicted']:10.1%}", flush=True)
+        for saved in ("won", "won_late"):
+            print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%}", flush=True)
 
 
 def main() -> None:
     parser = models.parser(__doc__, rounds=5, limit=600)
     parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=models.positive, default=20, help="of a loop; the later half is timed")
     parser.add_argument("--layer", type=models.positive, default=5, help="milliseconds of a timed layer's forward")
     options = parser.parse_args()
@@ -175,7 +233,7 @@ def main() -> None:
 
     def parts() -> Iterator[list[dict[str, Any]]]:
         for kind in options.tables:
-            arguments = kind, 1e-3 * options.layer, options.steps, options.rounds
+            arguments = kind, options.schedules, 1e-3 * options.layer, options.steps, options.rounds
             yield from models.in_processes(job, KINDS[kind], *arguments, limit=options.limit)
 
     models.report("periods", options.json, parts(), show)

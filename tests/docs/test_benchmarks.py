@@ -86,6 +86,8 @@ def test_periods(printed):
         saved = row["barrier_predicted_ms"] - row["free_predicted_ms"]
         assert saved >= 0 if row["schedule"] == "1f1b" else saved > 0  # its first rank ends last
         assert row["won"] == pytest.approx(1 - row["free_ms"] / row["barrier_ms"])
+        assert row["won_late"] == pytest.approx(1 - row["late_ms"] / row["norm_ms"])
+        assert row["clipped_predicted_ms"] == pytest.approx(row["norm_predicted_ms"], abs=1)
 
 
 @pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
