@@ -10,8 +10,10 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
 - `real`: two ranks of the GPT of examples/long_sequences.py, one sequence of 1024 tokens a microbatch. Sliced attention
   computes no more than whole causal attention, in other kernels.
 - `timed`: four ranks whose pieces sleep for 32 ms a microbatch, in proportion to the tokens.
-- `memory`: four ranks of the same GPT, 512 tokens; the most bytes that `fpipe.LiveBytes` finds on a rank, beside
-  `verify(costs=).peak_bytes`.
+- `memory`: four ranks of the same GPT, 512 tokens, over gloo. Of each rank the most live bytes that `fpipe.LiveBytes`
+  finds, residuals above all, beside `verify(costs=).peak_bytes`; and the bytes by which the memory of its
+  process grows at most in a step, which has the new gradients, messages and what a piece needs while it runs, too.
+  `measured`, `predicted` and `process` are of the rank with the most.
 
 A prediction is `simulate` with costs from `fpipe.profile(slices=)` and a measured link. Times are medians of rounds in
 which all cases take turns; the first and the last one also profile, which traces every slice. `over` is the measured
@@ -20,10 +22,12 @@ time, or the bytes, over those of whole sequences under the same kind of schedul
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,8 +106,14 @@ def job(rank: int, ranks: int, kind: str, counts: Sequence[int], rounds: int) ->
     """Run one process: yield the rows of a table, as measured on rank 0, or of all ranks."""
     process = Process(rank, kind, counts)
     rows = memory(process) if kind == "memory" else times(process, rounds)
-    over = {(row["schedule"], row["slices"]): row["measured"] for row in rows}
-    yield [row | {"over": row["measured"] / over[WHOLE.get(row["schedule"], row["schedule"]), 1]} for row in rows]
+    wholes = {row["schedule"]: row for row in rows if row["slices"] == 1}
+    yield [over(row, wholes[WHOLE.get(row["schedule"], row["schedule"])]) for row in rows]
+
+
+def over(row: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its figures over those of whole sequences."""
+    shares = {"over": row["measured"] / whole["measured"]}
+    return {**row, **shares, **({"process_over": row["process"] / whole["process"]} if "process" in row else {})}
 
 
 def times(process: Process, rounds: int) -> list[dict[str, Any]]:
@@ -129,14 +139,32 @@ def memory(process: Process) -> list[dict[str, Any]]:
         live = fpipe.LiveBytes()
         step = process.step(case, live)
         step()
-        step()
+        grown = growth(step)
         live.run(step)
         assert peers is not None
-        most = max(peers.gather(float(live.peak(process.handler.rank)), "comparing bytes"))
-        peaks = fpipe.verify(case.schedule, process.plan(case), costs=costs[case.slices]).peak_bytes
-        assert peaks is not None
-        rows.append(row(process.kind, case, max(peaks), [most]))
+        of_ranks = peers.gather((live.peak(process.handler.rank), grown), "comparing bytes")
+        measured, processes = map(list, zip(*of_ranks, strict=True))
+        predicted = fpipe.verify(case.schedule, process.plan(case), costs=costs[case.slices]).peak_bytes
+        assert predicted is not None
+        by_rank = {"predicted": [*predicted], "measured": measured, "process": processes}
+        most = {"process": max(processes), "by_rank": by_rank}
+        rows.append(row(process.kind, case, max(predicted), [max(measured)]) | most)
     return rows
+
+
+def growth(call: Callable[[], Any]) -> int:
+    """Return the bytes by which the resident memory of this process grows at most during a call."""
+    ctypes.CDLL(None).malloc_trim(0)  # else freed memory that the allocator keeps would not grow again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+
+def status(name: str) -> int:
+    """Return a number of bytes that the kernel has for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
 def row(kind: str, case: Case, predicted: float, measured: Sequence[float]) -> dict[str, Any]:
@@ -162,6 +190,12 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             f"({each['ratio']:.3f})  over whole {each['over']:.3f}",
             flush=True,
         )
+        for name, sizes in each.get("by_rank", {}).items():
+            print(
+                f"        {name:9}  " + "  ".join(f"{factor * size:7.2f}" for size in sizes), end="  MiB on each rank\n"
+            )
+        if "process_over" in each:
+            print(f"        the process with the most over whole {each['process_over']:.3f}", flush=True)
 
 
 def main() -> None:

@@ -131,6 +131,25 @@ def test_slices(pools):
     assert [row["over"] for row in rows[::2]] == [1, 1]
 
 
+def memory_of_slices(rank):
+    """The rows of memory in a process, of short sequences."""
+    slices = benchmark("slices")
+    slices.CONTEXT = {**slices.CONTEXT, "memory": 64}
+    (rows,) = slices.job(rank, 4, "memory", [2], 1)
+    return rows
+
+
+@pytest.mark.skipif(not ALL, reason="profiles of 4 processes take ten seconds: FPIPE_TESTS=all runs it")
+def test_memory_of_slices(pools):
+    rows = pools(4).run(memory_of_slices)[0]
+    for row in rows:
+        by_rank = row["by_rank"]
+        assert {len(sizes) for sizes in by_rank.values()} == {4}
+        assert row["measured"] == max(by_rank["measured"])
+        assert row["ratio"] == pytest.approx(1, abs=0.2)
+        assert row["process"] >= row["measured"]
+
+
 def test_models_of_unlike_layers_are_as_published():
     from benchmarks import mixed_models
 
