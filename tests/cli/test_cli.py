@@ -813,9 +813,7 @@ def test_the_command_that_a_search_of_layers_shows_gives_the_same_step(options):
         assert again[name] == found[name], name
 
 
-@pytest.mark.parametrize(
-    "copies", [{"offload": 0.1, "fetch": 0.1}, {"offload": fpipe.Link(0, 20), "fetch": 0.1}, {"recompute": 0.01}]
-)
+@pytest.mark.parametrize("copies", [{"offload": 0.1, "fetch": 0.1}, {"offload": fpipe.Link(0, 20), "fetch": 0.1}])
 def test_the_command_moves_the_residuals_that_the_search_moved(copies):
     costs = Costs(*[[1, 2, 1, 1, 2, 3]] * 3, residuals=[1, 4, 4, 8, 4, 4], optimizer=0, **copies)
     plan, options = Plan(Placement([0, 0, 0, 1, 1, 1]), 6), {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
