@@ -72,6 +72,12 @@ def is_whole(value: object, least: int) -> typing.TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Raise TypeError for what is no pair of functions."""
+    if not (isinstance(optimizer, collections.abc.Sequence) and len(optimizer) == 2 and all(map(callable, optimizer))):
+        raise TypeError(f"optimizer must be a pair (init, update), as interop.optimizer returns it, not {optimizer!r}")
+
+
 def _evaluated(annotation: Any, function: Callable[..., Any]) -> Any:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

@@ -29,7 +29,7 @@ from fpipe.autodiff.storages import leaves_of
 from fpipe.costs import OVER_REPLICAS, Costs, Shared, Tied
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, TransportError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import check_optimizer, checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.calls import paths_read
 from fpipe.handlers.distributed.handler import Distributed
@@ -142,6 +142,8 @@ def profile(
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if optimizer is not None:
+        check_optimizer(optimizer)
     if handler is not None:
         _check_place(handler, params, len(pipeline.stages))
     pipeline = with_loss(pipeline, has_aux)

@@ -92,7 +92,7 @@ def lower(
     (Recv(value=Activation(stage=0, microbatch=0), rank=0), Forward(stage=1, microbatch=0), \
 Backward(stage=1, microbatch=0))
     """
-    if offload is not None and not callable(offload):
+    if offload is not None and (isinstance(offload, type) or not callable(offload)):
         raise ScheduleError(f"offload must be what fpipe.offload(limit_bytes, costs) returns, not {offload!r}")
     early = Transport.named(transport) == Transport()
     programs = existing_halves(collect(schedule, plan, effects))

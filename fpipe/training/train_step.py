@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fpipe._format import extent
 from fpipe.devices import CaptureError
 from fpipe.errors import StageError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import check_optimizer, checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler
 from fpipe.plan import Plan, Schedule
@@ -127,8 +127,7 @@ def train_step(
     check_types(pipeline, plan, handler)
     if pipeline.no_update is not None:
         raise ValueError(f"no optimizer takes this pipeline's gradients: {pipeline.no_update}. Take value_and_grad")
-    if not (isinstance(optimizer, Sequence) and len(optimizer) == 2 and all(map(callable, optimizer))):
-        raise TypeError(f"optimizer must be a pair (init, update), as interop.optimizer returns it, not {optimizer!r}")
+    check_optimizer(optimizer)
     _, update = optimizer
     if "argnums" in options:
         raise ValueError(
