@@ -27,7 +27,7 @@ from fpipe.cli import app
 from fpipe.cli.again import again as command
 from fpipe.cli.resolve import Memory
 from fpipe.cli.tables import gantt
-from fpipe.costs import Shared
+from fpipe.costs import ROUNDING, Shared
 from fpipe.effects import Residuals
 from fpipe.flight import recording
 from fpipe.flight.format import FOLDER
@@ -746,7 +746,8 @@ def test_the_json_of_search_is_that_of_simulate():
     found = told("search", *SMALL, "--communication", "0.1")
     assert list(found) == list(told("simulate", "1f1b", *SMALL))
     assert found["lower_bound"] <= found["cost"]
-    assert found["cost"] <= min(row["cost"] for row in told("compare", *SMALL, "--communication", "0.1")["schedules"])
+    compared = told("compare", *SMALL, "--communication", "0.1")["schedules"]
+    assert found["cost"] <= min(row["cost"] for row in compared) * (1 + ROUNDING)
 
 
 def test_the_frontier_keeps_to_a_limit():
