@@ -118,9 +118,9 @@ class Costs:
         deferred: bytes that an input gradient saves for its weight gradient.
         shared: memory that these have in common. By default none: an output that residuals contain counts twice.
         parameters: bytes of a stage's whole parameters, of tied ones those of the lowest stage that uses them.
-        tied: the sizes of `Plan.ties`. Each stage that uses such parameters has sums of their gradients, and casts and
-            gathers them, by itself; they are no part of the other stages' `parameters`, `gathered` and `gradients`. By
-            default no copy of tied parameters counts.
+        tied: pairs (bytes, stages that use them, lowest first): the sizes of `Plan.ties`. Each stage that uses such
+            parameters has sums of their gradients, and casts and gathers them, by itself; they are no part of the other
+            stages' `parameters`, `gathered` and `gradients`. By default no copy of tied parameters counts.
         gathered: bytes of a stage's whole parameters in the dtype in which it computes, where they are cast
             (`Precision(compute=...)`); by default they are not.
         gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
@@ -491,7 +491,11 @@ def _shared(name: str, shared: Any) -> tuple[Shared, ...]:
 def _tied(name: str, tied: Any) -> tuple[Tied, ...]:
     if not isinstance(tied, Sequence) or isinstance(tied, str | bytes):
         raise TypeError
-    return tuple(Tied(_number(name, size), tuple(sorted({*stages}))) for size, stages in tied)
+    found = tuple(Tied(_number(name, size), tuple(sorted({*stages}))) for size, stages in tied)
+    wrong = next((each.stages for each in found if not all(is_whole(stage, least=0) for stage in each.stages)), None)
+    if wrong is not None:
+        raise ScheduleError(f"{name} must be pairs (bytes, numbers of stages), and has the stages {wrong}")
+    return found
 
 
 def _count(name: str, count: object) -> int:

@@ -162,7 +162,7 @@ _ENTRIES = (
         "a forward and a backward in turn",
         "Narayanan et al. 2019",
         "(m + p - 1)*S + (2*(p - 1)*m/p + 2*(p - 2))*c",
-        "p divides m",
+        "p divides m, p >= 2",
     ),
     CatalogueEntry(
         "interleaved-1f1b",
@@ -172,7 +172,7 @@ _ENTRIES = (
         "1F1B over several chunks of a rank",
         "Narayanan et al. 2021",
         "m*S + (p - 1)*S/v + 2*(p*v - 1)*c",
-        "p divides m, m >= 2*p, c <= min(F, B + W)/v",
+        "p divides m, p >= 2, m >= 2*p, c <= min(F, B + W)/v",
     ),
     CatalogueEntry(
         "interleaved-1f1b-overlap",
@@ -309,7 +309,7 @@ _ENTRIES = (
         f"{_AUTO}, over a V",
         _CONTROLLABLE,
         "m*S + max(0, 6*p - 6*k - 1)*F/2",
-        f"{_EQUAL}, m >= p; no order within the limit takes less",
+        f"{_EQUAL}, m >= 2*p - 1; no order within the limit takes less",
         limited=True,
     ),
     CatalogueEntry(

@@ -17,8 +17,9 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     """Return the costs of the same model, split into another number of equal stages.
 
     Times, residuals, deferred values, parameters and gradients are spread evenly over a stage; its output stays as
-    large. Memory that stages share, tied parameters, and the parts of outputs that they read, are unknown for another
-    cut.
+    large. Tied parameters are taken to be in the first part of the lowest stage that uses them, and in the last part of
+    each other one, as an embedding and an output layer are. Memory that stages share is unknown for another cut, and so
+    are the parts of outputs that they read.
 
     Args:
         costs: of a cut into `stages`.
@@ -31,7 +32,8 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     """
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in _spreadable(costs).items()}
     if into != stages:
-        costs = replace(costs, shared=(), tied=(), reads={})
+        spread |= _spread_tied(costs, stages, into)
+        costs = replace(costs, shared=(), reads={})
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
@@ -189,13 +191,35 @@ def recut_trained(trained: Collection[int] | None, stages: int, into: int) -> fr
 
 
 def _spread(cost: PerStage, stages: int, into: int) -> PerStage:
-    if isinstance(cost, float | int):
-        return cost * stages / into
+    return cost * stages / into if isinstance(cost, float | int) else _parts(cost, stages, into)
+
+
+def _parts(cost: Sequence[float], stages: int, into: int) -> tuple[float, ...]:
     ends = sorted({s * into for s in range(stages + 1)} | {s * stages for s in range(into + 1)})
     costs = [0.0] * into
     for begin, end in pairwise(ends):
         costs[begin // stages] += cost[begin // into] * (end - begin) / into
     return tuple(costs)
+
+
+def _spread_tied(costs: Costs, stages: int, into: int) -> dict[str, Any]:
+    """Return the tied parameters under another cut, and the sizes of which they are a part, where there are some."""
+    found: dict[str, Any] = {}
+    for name in ("parameters", "gathered", "gradients") if costs.tied else ():
+        if (size := getattr(costs, name)) is not None:
+            others: list[float] = list(size) if isinstance(size, Sequence) else [size] * stages
+            lowest = [0.0] * into
+            for each in costs.tied:
+                own = min(costs.tied_bytes(name, each), others[each.stages[0]])
+                others[each.stages[0]] -= own
+                lowest[each.stages[0] * into // stages] += own
+            found[name] = [a + b for a, b in zip(lowest, _parts(others, stages, into), strict=True)]
+    users = [
+        {first * into // stages, *(((s + 1) * into - 1) // stages for s in rest)}
+        for first, *rest in (each.stages for each in costs.tied)
+    ]
+    tied = [each._replace(stages=tuple(sorted(of))) for each, of in zip(costs.tied, users, strict=True) if len(of) > 1]
+    return {"tied": tied, **found}
 
 
 def _at_ends(size: PerStage, stages: int, into: int) -> PerStage:

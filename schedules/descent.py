@@ -20,7 +20,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from fpipe._format import sized
+from fpipe._format import counted, sized
 from fpipe.costs import ROUNDING, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Schedule
@@ -64,8 +64,9 @@ class Layouts:
                 raise self.refused
             names = ", ".join(entry.name for entry in self.space.entries)
             raise ScheduleError(
-                f"{names} make no stages of {self.space.plan.stages} layers on {self.space.plan.ranks} ranks: each "
-                "stage has at least one; try fewer chunks, other schedules, or finer layers"
+                f"{names}: no stages are made of {counted(self.space.plan.stages, 'layer')} on "
+                f"{counted(self.space.plan.ranks, 'rank')}: each stage has at least one; try fewer chunks, other "
+                "schedules, or finer layers"
             )
         keys = [self._within, *([_fastest] if self.limit_bytes is not None else [])]
         for done, key in enumerate(keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -73,15 +73,17 @@ class Found:
 
 
 def best_of(results: Sequence[Found]) -> Found:
-    """Return the result of least cost, then lowest peak, then shortest makespan."""
-    enough = min(result.timeline.cost for result in results) * (1 + ROUNDING)
-    return min(
-        (result for result in results if result.timeline.cost <= enough),
-        key=lambda result: (
-            result.bytes if has_parameters(result.costs) else result.peak,
-            result.timeline.makespan,
-        ),
+    """Return the result of least cost, then lowest peak, then shortest makespan, then fewest stages."""
+    keys: Sequence[Callable[[Found], float]] = (
+        lambda result: result.timeline.cost,
+        lambda result: result.bytes if has_parameters(result.costs) else result.peak,
+        lambda result: result.timeline.makespan,
+        lambda result: result.plan.stages,
     )
+    for key in keys:
+        least = min(map(key, results)) * (1 + ROUNDING)
+        results = [result for result in results if key(result) <= least]
+    return results[0]
 
 
 def has_parameters(costs: Costs) -> bool:

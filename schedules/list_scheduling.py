@@ -17,6 +17,7 @@ from itertools import compress, product
 from math import inf
 from typing import Literal
 
+from fpipe.costs import ROUNDING
 from fpipe.schedules.filling import Filled
 from fpipe.schedules.work import FORWARD, INPUT, WEIGHT, Words, Work
 
@@ -148,7 +149,9 @@ class _Greedy:
     def __init__(self, state: ListScheduler, limits: Sequence[float], rules: Rules) -> None:
         plan, self.state, self.rules = state.plan, state, rules
         stages = [plan.stages_on(rank) for rank in range(plan.ranks)]
-        self.limits = [int(min(n, plan.microbatches) * len(s) + 1e-9) for n, s in zip(limits, stages, strict=True)]
+        self.limits = [
+            int(min(n, plan.microbatches) * len(s) * (1 + ROUNDING)) for n, s in zip(limits, stages, strict=True)
+        ]
         self.passes, self.pairs, self.absent = list[list[list[int]]](), list[list[tuple[int, int]]](), list[list[int]]()
         for local in stages:
             forwards, inputs, weights = ([kind * plan.stages + s for s in local] for kind in range(3))

@@ -65,8 +65,8 @@ def search(
             limit in bytes is exceeded, residuals are moved to the host, if the costs say what a copy takes, or
             recomputed, if that is faster than what fits without. The result has `layers`, `cuts` and `offload`.
         host: with layers, the time that each piece of a stage takes beside those of its layers: to find values, to call
-            the piece, to post sends and receives. It weighs against many stages, and against backwards in halves. The
-            bound does not have it.
+            the piece, to post sends and receives. It weighs against many stages, and against backwards in halves. Like
+            the times of layers it goes with the lengths of microbatches; the bound does not have it.
         names: of the schedules to try; by default all.
         order: of microbatches with `costs.scale`: "drawn", as they are; "peak", that of `fpipe.by_length`; or "search",
             the better of the two, improved by exchanging microbatches under the best schedule. The result has `order`,

@@ -30,7 +30,12 @@ class LayerOptions:
     ] = None
 
     host: Annotated[
-        float, InPlan(min=0, metavar="TIME", help="With --layouts: what each piece of a stage takes beside its layers.")
+        float,
+        InPlan(
+            min=0,
+            metavar="TIME",
+            help="With --layouts: what each piece of a stage takes beside its layers. The bound leaves it out.",
+        ),
     ] = 0.0
 
     @property

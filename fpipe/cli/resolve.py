@@ -27,7 +27,7 @@ from fpipe.cli.options import (
     Update,
     check_size,
 )
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Parameters
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
@@ -221,7 +221,7 @@ def enforce_limit(peaks: Sequence[float], limit: float | None) -> None:
     peak = max(peaks)
     if limit is not None and not limit >= 0:
         raise ScheduleError(f"the memory limit must be a number of microbatches, not {limit!r}")
-    if limit is not None and peak > limit + 1e-9:
+    if limit is not None and peak > limit * (1 + ROUNDING):
         raise ScheduleError(
             f"rank {list(peaks).index(peak)} has {number(peak)} microbatches in flight, {number(peak - limit)} more "
             f"than the limit of {number(limit)} (fpipe search --memory-limit finds what keeps to it)"

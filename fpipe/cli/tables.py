@@ -317,7 +317,7 @@ def discovery(results: Sequence[Found]) -> Group:
         resident = ["all, unsharded" if each.resident is None else str(each.resident)] if replicas else []
         figures = [number(line.makespan), number(line.cost), percent(line.bubble_rate), number(each.peak)]
         figures += [format_bytes(each.bytes)] if memory else []
-        above = percent(line.cost / bound - 1) if bound else ""
+        above = percent(max(0.0, line.cost / bound - 1)) if bound else ""
         shown.add_row(Text(each.name), str(counts(line.plan)["chunks"]), *resident, *figures, number(bound), above)
     lines = ["bound: no schedule costs less   above: what this one costs more than that"]
     if replicas:

@@ -34,6 +34,7 @@ from fpipe.cli.options import (
 from fpipe.cli.output import attributes, console, print_json, progress, replacing, show
 from fpipe.cli.resolve import Memory, Played, ScheduleOptions, enforce_limit, played, read, resolve
 from fpipe.cli.strategies import StrategyOptions, ranking, row
+from fpipe.costs import ROUNDING
 from fpipe.effects import Effect, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -385,7 +386,7 @@ def search(
         )
     if frontier and limit is not None:
         enforce_limit([min(each.peak for each in results)], limit)
-        results = [each for each in results if each.peak <= limit + 1e-9]
+        results = [each for each in results if each.peak <= limit * (1 + ROUNDING)]
     if as_json:
         rows = [
             result(each.name, Played(each.timeline, each.footprint), each.resident, of_layers.stages(each, plan))

@@ -138,11 +138,11 @@ def _of_waiting(kind: Kind, waiting: Sequence[int], known: Mapping[int, Rank]) -
 def _verdict(waiting: Sequence[int], known: Mapping[int, Rank]) -> str | None:
     """Return what is wrong with the programs in which ranks wait, "" if nothing is; None if they are not known."""
     step = max((wait.step for process in waiting if (wait := known[process].wait) is not None), default=0)
-    effects = [e for rank in known.values() for e in rank.entries if e.step == step and e.program is not None]
-    latest = max(effects, key=lambda entry: entry.begin, default=None)
-    if latest is None or latest.program is None:
+    each = ([e.program for e in rank.entries if e.step == step and e.program is not None] for rank in known.values())
+    numbers = {programs[-1] for programs in each if programs}
+    if len(numbers) != 1:  # ranks count their programs alike, but for those that one could not keep
         return None
-    return verdict([rank.file for rank in known.values() if rank.file is not None], latest.program)
+    return verdict([rank.file for rank in known.values() if rank.file is not None], numbers.pop())
 
 
 def _position(rank: Rank, now: int) -> Iterable[str]:

@@ -1,7 +1,8 @@
 """Write what a rank did last into a file that outlives the process. No torch.
 
-The file has a fixed size and is mapped into memory: to record is to store some bytes, which the operating system keeps
-when the process is killed. The files are deleted when the handlers of all ranks of this host have ended well.
+The records have a fixed size in the file and are mapped into memory: to record is to store some bytes, which the
+operating system keeps when the process is killed. The files are deleted when the handlers of all ranks of a host have
+ended well.
 
 Invariants:
 - a record has its number, so that a reader may come at any time;

@@ -48,7 +48,7 @@ class Timeline:
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), Costs(communication=0.5))
     >>> timeline.makespan, timeline.cost, timeline.idle, timeline.peak_in_flight
-    (17.0, 17.0, [5.0, 1.0], [2.0, 1.0])
+    (17.0, 17.0, [5.0, 5.0], [2.0, 1.0])
     >>> timeline.causes[0]
     {'warm-up': 0.0, 'dependency': 3.5, 'transfer': 1.5, 'imbalance': 0.0, 'drain': 0.0}
     """
@@ -140,8 +140,8 @@ class Timeline:
 
     @cached_property
     def idle(self) -> list[float]:
-        """Each rank's span less its compute."""
-        return [max(0.0, end - start - busy) for (start, end), busy in zip(self._bounds, self.busy, strict=True)]
+        """Each rank's makespan less its compute: the sum of its `causes`."""
+        return [max(0.0, self.makespan - busy) for busy in self.busy]
 
     @property
     def makespan(self) -> float:
@@ -182,10 +182,10 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """Idle over span, on the rank with the largest span."""
+        """The share of the largest span in which its rank does not compute."""
         spans = [end - start for start, end in self._bounds]
         widest = spans.index(max(spans))
-        return self.idle[widest] / spans[widest] if spans[widest] else 0.0
+        return max(0.0, 1 - self.busy[widest] / spans[widest]) if spans[widest] else 0.0
 
     def gaps(self, rank: int) -> Iterator[Gap]:
         """Yield the gaps of a rank: before its first compute, after its last, and between, by the cause of the wait.

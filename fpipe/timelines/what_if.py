@@ -35,6 +35,7 @@ from fpipe.timelines.timeline import Timeline
 _LEAST = 1e-3  # share of the makespan that a row wins
 _NOTABLE = 0.02  # share of the makespan that the headline's row wins
 _AS_MUCH = 0.9  # of what a broader change wins, from which the narrower stands for it
+_MOSTLY = 0.75  # likewise, where the narrower is of what stands out
 _SLOW = 1.2  # times the median, from which one stands out
 _VARIED = 1e-2  # relative differences of microbatches' lengths from which their order matters
 CAUSES = ("transfer", "host", "gather", "scatter", "imbalance")
@@ -177,8 +178,13 @@ def _ranked(won: Sequence[tuple[float, _Scenario]]) -> list[tuple[float, _Scenar
     return [
         (seconds, each)
         for seconds, each in ranked
-        if not any(_narrower(other, each) and more >= _AS_MUCH * seconds for more, other in ranked)
+        if not any(_narrower(other, each) and more >= _enough(other) * seconds for more, other in ranked)
     ]
+
+
+def _enough(narrower: _Scenario) -> float:
+    """Return the share of what a broader one wins from which it stands for that."""
+    return _MOSTLY if narrower.slower >= _SLOW else _AS_MUCH
 
 
 def _narrower(one: _Scenario, other: _Scenario) -> bool:

@@ -120,7 +120,7 @@ def test_a_receive_is_waiting_and_transfer_and_waits_are_dependency_and_transfer
         assert account.between == [0.0] * (len(list(predicted.compute(rank))) - 1)
         first, last = min(s.start for s in predicted.compute(rank)), max(s.end for s in predicted.compute(rank))
         inside = [r for r in measurement.receives(rank) if first <= r.used < last]
-        assert sum(r.arrived - r.used for r in inside) == predicted.idle[rank]
+        assert sum(r.arrived - r.used for r in inside) == last - first - predicted.busy[rank]
         exposed = sum(r.exposed for r in inside)
         # of several values that a piece waits for, a timeline counts the last alone
         assert exposed >= causes["transfer"] if measurement.plan.edges.skips else exposed == causes["transfer"]

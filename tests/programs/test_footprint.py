@@ -11,6 +11,7 @@ from fpipe.costs import Tied
 from fpipe.effects import Parameters
 from fpipe.programs.footprint import footprint
 from fpipe.programs.lowering import forward_only
+from fpipe.schedules.cuts import recut
 from tests.support.catalogue import FUNCTIONS
 
 GIB = 2.0**30
@@ -94,6 +95,16 @@ def test_a_rank_has_a_copy_of_tied_parameters_and_a_sum_for_each_stage_by_hand(p
     costs = Costs(parameters=[100, 40, 20][: len(stages)], tied=[Tied(30, stages)])
     programs = lower(schedules.gpipe, Plan(placement, 2, ties=(stages,)))
     assert [tuple(each) for each in footprint(programs, costs)] == expected
+
+
+@pytest.mark.parametrize(
+    ("into", "parameters", "stages"),
+    [(8, (32, 2, 10, 10, 10, 10, 15, 15), (0, 7)), (2, (54, 50), (0, 1)), (1, (104,), None)],
+)
+def test_tied_parameters_of_another_cut_are_in_the_first_and_the_last_part(into, parameters, stages):
+    costs = recut(Costs(parameters=[34, 20, 20, 30], tied=[Tied(30, (0, 3))]), 4, into)
+    assert costs.parameters == parameters
+    assert costs.tied == (() if stages is None else (Tied(30, stages),))
 
 
 def test_casts_and_gathers_of_tied_parameters_are_those_of_each_stage_by_hand():

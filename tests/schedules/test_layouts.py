@@ -345,7 +345,10 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
         ({"layouts": False, "host": 0.1}, "host is the time of a piece beside its layers: give it with layouts=True"),
         ({"host": -1.0}, "host must be a time of at least 0, not -1"),
         ({"recut": False}, "layouts are cuts of the plan's stages into others: leave recut=False out"),
-        ({"names": ["zb-v"]}, "zb-v make no stages of 3 layers on 2 ranks: each stage has at least one; try fewer"),
+        (
+            {"names": ["zb-v"]},
+            "zb-v: no stages are made of 3 layers on 2 ranks: each stage has at least one; try",
+        ),
         ({"memory_limit_bytes": 1}, "no schedule that is known keeps to 1 B on a rank: the least is"),
         ({"memory_limit": 0.1}, r"keeps to 0\.1 microbatches in flight: the least is"),
     ],

@@ -286,3 +286,14 @@ def test_a_limit_in_bytes_that_nothing_keeps_to():
 def test_one_replica_is_not_sharded():
     found = search(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=400, chunks=(1,))
     assert (found.resident, found.bytes) == (None, 400)
+
+
+def test_of_results_that_cost_the_same_the_one_of_fewest_stages_is_found():
+    found = search(Plan(Placement.loop(1), 1), Costs(), memory_limit=1)
+    assert (found.plan.stages, found.timeline.cost, found.lower_bound) == (1, 3, 3)
+
+
+def test_copies_of_tied_parameters_count_whatever_the_cut():
+    costs = Costs(forward=[1, 2, 3, 2], tied=[(4, (0, 3))], parameters=[5, 1, 1, 1])
+    with pytest.raises(ScheduleError, match="keeps to 12 B on a rank: the least is 20 B"):
+        search(Plan(Placement.loop(4), 2), costs, memory_limit_bytes=12)

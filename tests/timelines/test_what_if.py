@@ -57,6 +57,12 @@ CASES = {  # what is wrong -> the schedule and costs with it and without, the fi
         "edge 2 -> 3",
         r"transfers from rank 2 to rank 3 take 80x the median of the edges: .*",
     ),
+    "edge among others that take time": (
+        ("1f1b", PLAN, replace(TIMES, communication=dict.fromkeys(EDGES, 0.2) | {(2, 3): 5.0})),
+        ("1f1b", PLAN, replace(TIMES, communication=dict.fromkeys(EDGES, 0.2))),
+        "edge 2 -> 3",
+        r"transfers from rank 2 to rank 3 take 25x the median of the edges: .*",
+    ),
     "stage": (
         ("interleaved-1f1b", LOOPED, slowed(11, 3.0, 16, 0.5)),
         ("interleaved-1f1b", LOOPED, HALF),

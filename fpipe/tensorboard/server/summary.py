@@ -35,12 +35,11 @@ def summary(capture: Capture) -> dict[str, Any]:
 
 def _rank(capture: Capture, rank: int) -> dict[str, Any]:
     timeline, header = capture.timeline, capture.headers[rank]
-    busy, idle = timeline.busy[rank], timeline.idle[rank]
+    busy = timeline.busy[rank]
     return {
         "rank": rank,
         "busy": busy,
-        "idle": idle,
-        "span": busy + idle,
+        "idle": timeline.idle[rank] if header.clock else None,
         "bubble": 1 - busy / timeline.cost,
         "causes": timeline.causes[rank] if header.clock else None,
         "kinds": {kind.__name__: time for kind, time in timeline.kinds[rank].items()},

@@ -22,7 +22,7 @@ export const bubbles = {
     const head = [
       "rank",
       "busy",
-      { text: "idle", title: "between the rank's first start and last end" },
+      { text: "idle", title: "the makespan less what the rank computes: the sum of its causes" },
       { text: "bubble", title: "the share of a step in which the rank is idle; a step takes the longest span of a rank" },
       { text: "", title: "idle time by cause" },
       ...causes.map((cause) => ({ text: cause, title: summary.causes[cause] })),
@@ -33,7 +33,7 @@ export const bubbles = {
     const rows = summary.ranks.map((row) => [
       `rank ${row.rank}`,
       cell(row.busy),
-      cell(row.idle),
+      row.causes ? cell(row.idle) : "–",
       percent(row.bubble),
       row.causes ? bar(row.causes, most, (value) => time(value, unit)) : "",
       ...causes.map((cause) => (row.causes ? cell(row.causes[cause]) : "–")),
