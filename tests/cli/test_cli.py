@@ -254,7 +254,7 @@ makespan 15, bubble 20.0%
                   warm  depen-  trans-  imba-             in
 rank  busy  idle    up   dency     fer  lance  drain  flight  memory
    0    12     3     0       3       0      0      0       2  10 MiB
-   1    12     0     1       0       0      0      2       1   5 MiB
+   1    12     3     1       0       0      0      2       1   5 MiB
 """
     )
 
