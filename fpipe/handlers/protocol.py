@@ -176,8 +176,10 @@ class Inputs:
         update: the meaning of `Update`; None where the caller updates nothing, or at the end.
         share: returns the numbers that this rank tells the others as it ends the step, as many on each, from its
             gradients; None for nothing.
-        renew: is asked once all ranks have begun the step. It returns other params and state, by name, with which they
-            begin it again, where these are not the right ones; on all ranks, or on none. None where they are right.
+        provisional: params or state of this process may turn out not to be the right ones.
+        renew: is asked once all ranks have begun a step that is provisional on some of them. It returns other params
+            and state, by name, with which they begin it again, where these are not the right ones; on all ranks, or on
+            none. A handler that returns `Results.shares` asks it.
     """
 
     params: Mapping[int, Any]
@@ -199,6 +201,7 @@ class Inputs:
     lengths: Sequence[float] | None = None
     update: Updates | None = None
     share: Callable[[Mapping[int, Any]], Sequence[int]] | None = None
+    provisional: bool = False
     renew: Callable[[], Mapping[str, Any] | None] | None = None
     later: Sequence[Sequence[Microbatch]] = ()
 
@@ -258,7 +261,8 @@ class Results:
         data_gradients: (stage, microbatch counted over all replicas) -> the gradients of what the stage read of the
             microbatch, by the path of the leaf in `(batch, target)`, where they are differentiated: those of this
             process's stages, and of others that read the same leaves.
-        shares: waits for the numbers of `Inputs.share`, and returns those of each rank; None where there are none.
+        shares: waits for the numbers of `Inputs.share`, and returns those of each rank; None where there are none. A
+            handler that has it also asks `Inputs.renew`.
     """
 
     gradients: dict[int, Any] = field(default_factory=dict)

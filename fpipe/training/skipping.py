@@ -30,8 +30,8 @@ def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: An
         CaptureError: in a graph, the update gives the tree another structure, as the first one of most optimizers.
     """
     leaves, spec = flatten(old)
-    frozen = _frozen(old[0], gradients)
-    changing = [isinstance(x, Tensor) and id(x) not in frozen for x in leaves]
+    unchanged = frozen(old[0], gradients)
+    changing = [isinstance(x, Tensor) and id(x) not in unchanged for x in leaves]
     saved = [x.clone() if changes and in_place else x for x, changes in zip(leaves, changing, strict=True)]
     new, new_spec = flatten(update())
     if new_spec != spec:
@@ -40,7 +40,7 @@ def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: An
     return spec.unflatten([_chosen(finite, *each) if changes else each[-1] for *each, changes in every])
 
 
-def _frozen(params: Any, gradients: Any) -> set[int]:
+def frozen(params: Any, gradients: Any) -> set[int]:
     """Return the ids of the parameters without a gradient."""
     leaves, spec = flatten(params)
     return {id(x) for x, gradient in zip(leaves, spec.flatten_up_to(gradients), strict=True) if gradient is None}

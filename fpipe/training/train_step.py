@@ -25,7 +25,16 @@ from fpipe.training.arguments import State
 from fpipe.training.finite import CheckFinite, check_option, raise_if_not_finite
 from fpipe.training.loss_scale import LossScale
 from fpipe.training.norms import PURPOSE, SharedSquares, clipped, clipping, squares
-from fpipe.training.post_validation import Late, Trees, Validation, Verdict, check_post_validation, final, kept, now
+from fpipe.training.post_validation import (
+    Trees,
+    Validation,
+    Verdict,
+    check_post_validation,
+    final,
+    is_provisional,
+    now,
+    snapshot,
+)
 from fpipe.training.step import Arguments, Computed, Step
 from fpipe.training.updates import StageUpdates, donates, is_separable
 from fpipe.training.verbs import check_types, value_and_grad
@@ -202,7 +211,7 @@ class TrainStep:
         else:
             sums = updates = None
             if self.max_norm is not None or self._is_guarded(loss_scale):
-                shared = self._shared(loss_scale)
+                shared = self._shared(self.max_norm, loss_scale)
                 arguments = params, batch, target, state, rng, loss_scale
                 computed = self.differentiate.compute_on_all(*arguments, share=shared)
                 sums = shared.everywhere(computed.gradients, self.handler, computed.shares)
@@ -240,44 +249,52 @@ class TrainStep:
         changes: Mapping[str, Any],
     ) -> Any:
         """Return the results of a step whose norm may be known late."""
-        step, last, handler, update, shared = self.differentiate, self.last, self.handler, self.update, self._shared()
-        own, own_state = now(params, last), now(state, last)
-        renew = None if last is None else functools.partial(last.renewed, params, state)
-        max_norm, changes = kept(self.max_norm), {name: kept(option) for name, option in changes.items()}
-        skips = self.skips
+        step, last, handler, update = self.differentiate, self.last, self.handler, self.update
+        max_norm, changes = snapshot(self.max_norm), {name: snapshot(option) for name, option in changes.items()}
+        shared = self._shared(max_norm)
+        more: dict[str, Any] = {"share": shared, "post_validate": True}
+        if isinstance(max_norm, Tensor) and not max_norm.ndim:
+            more["max_norm"] = max_norm.item()  # compared before anything is updated
+        if last is not None:
+            more["provisional"] = is_provisional(params, last) or is_provisional(state, last)
+            more["renew"] = functools.partial(last.renewed, params, state)
         with step.replays.step():
-            more: dict[str, Any] = {"share": shared, "renew": renew, "post_validate": True}
-            computed = step.compute(own, batch, target, own_state, rng, None, **more)
-            is_early = last is not None and last.stands  # which is known once all ranks have begun this step
+            computed = step.compute(now(params, last), batch, target, now(state, last), rng, None, **more)
+            asks = computed.shares is not None  # and now all ranks have begun this step, and so ended the last one
+            is_early = asks and last is not None and last.is_known_plain()
             if not is_early and handler.peers is not None:
                 handler.check()
-
-        loss = torch.zeros(()) if computed.loss is None else computed.loss
+        gradients, shares, new_state = computed.gradients, computed.shares, computed.state
+        is_finite = computed.loss is None or bool(computed.loss.isfinite())  # the caller may change the loss
+        skips = self.skips
 
         def wait() -> Verdict:
-            norm = shared.everywhere(computed.gradients, handler, computed.shares).sum().sqrt()
-            counts = not skips or bool(norm.isfinite() & loss.isfinite())
+            norm = shared.everywhere(gradients, handler, shares).sum().sqrt()
+            counts = not skips or (is_finite and bool(norm.isfinite()))
             return Verdict(norm, None if max_norm is None else clipping(max_norm, norm), counts)
 
         def updated(gradients: Mapping[int, Any], trees: Trees) -> Trees:
             params, opt_state, _ = trees
-            return *StageUpdates(update, params, opt_state, changes).finish(gradients), computed.state
+            return *StageUpdates(update, params, opt_state, changes).finish(gradients), new_state
 
         old = final(params), final(opt_state), final(state)
-        self.last = Validation(updated, computed.gradients, old, wait, is_early, donates(update))
+        validation = Validation(updated, gradients, old, wait, is_early, donates(update))
+        *trees, late_state = validation.late
         if not is_early:
-            self.last.settle()
-        *trees, new_state = (Late(self.last, at) for at in range(3))
+            validation.settle()
+        self.last = validation
         results = {
-            "norm": (self.max_norm is not None, self.last.norm),
-            "finite": (self.skips, self.last.finite),
-            "state": (self.stateful, new_state),
+            "norm": (self.max_norm is not None, validation.norm),
+            "finite": (self.skips, validation.finite),
+            "state": (self.stateful, late_state),
         }
         return *trees, step.value(computed), *(result for is_asked, result in results.values() if is_asked)
 
-    def _shared(self, scale: LossScale | None = None, device: torch.device | None = None) -> SharedSquares:
+    def _shared(
+        self, max_norm: float | Tensor | None, scale: LossScale | None = None, device: torch.device | None = None
+    ) -> SharedSquares:
         own = functools.partial(squares, plan=self.plan, handler=self.handler, device=device)
-        return SharedSquares(own, self.max_norm, None if scale is None else scale.tensor)
+        return SharedSquares(own, max_norm, None if scale is None else scale.tensor)
 
     def _check(self, computed: Computed, grads: Any, sums: Tensor | None, scale: LossScale | None) -> None:
         """Raise NonFiniteError; of gradients that are scaled, not finite only means that the scale is too large."""
@@ -294,7 +311,7 @@ class TrainStep:
             sums = None
             if self.max_norm is not None or self._is_guarded(arguments.loss_scale):
                 device = next(iter(self.handler.devices or ()), None)
-                shared = self._shared(arguments.loss_scale, device)
+                shared = self._shared(self.max_norm, arguments.loss_scale, device)
                 sums = self.differentiate.replays.add(shared.own(computed.gradients), PURPOSE)
             updated = self._updated(arguments, computed, sums, choose)
         except CaptureError as error:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from contextlib import contextmanager, nullcontext
 
 import optree
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe import Pipeline, handlers, interop
+from fpipe.training.post_validation import LateNumber
 from tests.support.cases import SCHEDULES, mse
 from tests.support.jobs import differences
 from tests.support.leading_jobs import passing_on
@@ -31,18 +33,47 @@ OPTIMIZERS = {
 }
 
 
+class Slow(torch.autograd.Function):
+    """The weight itself, whose gradient takes some seconds."""
+
+    @staticmethod
+    def forward(ctx, w, seconds):
+        ctx.seconds = seconds
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+@contextmanager
+def other_modes():
+    """Modes in which results are read, and nothing is trained."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Loop:
     """A training loop of one rank.
 
     Args:
+        handler: by default Distributed.
         late: seconds by which the last rank comes late to a step after an update that does not stand.
+        lags: by step, seconds that the last rank takes for a weight gradient.
         reads: the ranks that read all results of each step at once.
+        reads_elsewhere: they do so in other modes of torch.
+        changes_loss: the loop changes the loss in place.
         sizes: as `SIZES`.
         limit: the stages raise an error if a weight is above it.
         drop: the probability of dropout, by the global generator.
         checks: options of `train_step`.
-        faults: by step, (rank, kind): it is passed no params, raises an error or is killed in its first forward; or
-            (None, "rows") for another batch size.
+        faults: by step, (rank, kind): it is passed no params, clips to another norm, raises an error, is interrupted
+            or is killed in its first forward; or (None, "rows") for another batch size.
 
     Attributes:
         counts: by step, the calls of this rank's stages.
@@ -57,9 +88,13 @@ class Loop:
         hurries,
         *,
         optimizer="sgd",
+        handler=None,
         donate=False,
         late=0.0,
+        lags=None,
         reads=(),
+        reads_elsewhere=False,
+        changes_loss=False,
         sizes=SIZES,
         limit=float("inf"),
         drop=0.0,
@@ -68,17 +103,22 @@ class Loop:
     ):
         self.rank, self.late, self.reads, self.sizes = rank, late * (rank == ranks - 1), rank in reads, sizes
         self.limit, self.drop, self.faults, self.fault = limit, drop, faults or {}, None
+        self.lags, self.lag, self.changes_loss = (lags or {}) if rank == ranks - 1 else {}, 0.0, changes_loss
+        self.elsewhere = other_modes if reads_elsewhere else nullcontext
         order, place = SCHEDULES[schedule]
         placement = place(ranks)
         sliced = schedule.startswith("seq")
         self.pipeline = Pipeline([passing_on(self.stage) if sliced else self.stage] * placement.stages, mse)
         self.plan = self.pipeline.plan(placement, MICROBATCHES, slices=1 + sliced)
-        self.own, generator = self.plan.stages_on(rank), torch.Generator().manual_seed(0)
+        own, generator = self.plan.stages_on(rank), torch.Generator().manual_seed(0)
+        self.own = range(placement.stages) if handler else own
         every = torch.randn(placement.stages, WIDTH, WIDTH, generator=generator)
         self.params = {s: {"w": every[s].clone()} for s in self.own}
         self.x, self.y = torch.randn(2, 2 * MICROBATCHES, 4, WIDTH, generator=generator)
         pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
-        handler = handlers.Distributed(timeout=20)
+        handler = handler or handlers.Distributed(timeout=20)
+        # Copies, for tensors that are passed to processes are theirs in common.
+        self.checks = checks = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in checks.items()}
         self.step = fpipe.train_step(self.pipeline, order, self.plan, pair, handler=handler, **options)
         self.state, self.counts, self.errors = pair.init(self.params), [], []
 
@@ -88,17 +128,25 @@ class Loop:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "raises" or p["w"].abs().max() > self.limit:
             raise ArithmeticError("too large")
-        return F.dropout(torch.tanh(x @ p["w"]), self.drop)
+        if self.fault == "interrupt":
+            self.fault = None
+            raise KeyboardInterrupt
+        w = Slow.apply(p["w"], self.lag) if self.lag else p["w"]
+        return F.dropout(torch.tanh(x @ w), self.drop)
 
     def run(self):
         """The results of each step, or its error; then what is left at the end."""
         torch.manual_seed(self.rank)
-        return [*map(self.one, range(len(self.sizes))), (dict(self.params), dict(self.state))]
+        results = [*map(self.one, range(len(self.sizes))), (dict(self.params), dict(self.state))]
+        return optree.tree_map(lambda x: x.clone() if isinstance(x, LateNumber) else x, results)
 
     def one(self, i):
         time.sleep(self.late * (i in REVERSALS))
         guilty, fault = self.faults.get(i, (None, None))
         self.fault = fault if guilty in (self.rank, None) else None
+        self.lag = self.lags.get(i, 0.0)
+        if isinstance(limit := self.checks.get("max_norm"), torch.Tensor):
+            limit.fill_(0.3 if self.fault == "limit" else 0.6)
         rows = slice(None, -1 if self.fault == "rows" else None)
         x = self.x[rows] if 0 in self.own else None
         y = self.sizes[i] * self.y[rows] if self.plan.stages - 1 in self.own else None
@@ -106,11 +154,15 @@ class Loop:
         try:
             params = {} if self.fault == "refused" else self.params
             self.params, self.state, loss, *late = self.step(params, self.state, x, y)
-        except (fpipe.StageError, fpipe.TransportError) as error:
+        except (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt) as error:
             self.errors.append(str(error))
-            return type(error).__name__
-        trees = (dict(self.params), dict(self.state), [each.item() for each in late]) if self.reads else ()
-        return *optree.tree_map(torch.clone, trees[:2]), *trees[2:], loss, *late  # which are read at the end
+            return "the norm" if "max_norm" in str(error) else type(error).__name__
+        own = loss.clone()
+        if self.changes_loss:
+            loss.div_(0)
+        with self.elsewhere():
+            trees = (dict(self.params), dict(self.state), [each.item() for each in late]) if self.reads else ()
+        return *optree.tree_map(torch.clone, trees[:2]), *trees[2:], own, *late  # which are read at the end
 
 
 def compare(rank, ranks, schedule, options):

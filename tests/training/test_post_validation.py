@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,24 @@ NOT_READ, BY_RANK_0, BY_ALL = (), (0,), (0, 1, 2)
 def test_bits_of_a_loop_that_waits_for_the_norm(schedule, optimizer, donate, reads, drop, pools):
     options = {"optimizer": optimizer, "donate": donate, "reads": reads, "drop": drop, "late": 0.1}
     for found, errors, _ in _compare(pools, schedule, **options):
+        assert (found, errors) == ([], [])
+
+
+@pytest.mark.parametrize("handler", [handlers.Local, handlers.Reference])
+@pytest.mark.parametrize("donate", [False, True])
+def test_bits_where_the_handler_does_not_begin_steps_again(handler, donate):
+    found, errors, _ = jobs.compare(0, 3, "zb_h2", {"handler": handler(), "donate": donate})
+    assert (found, errors) == ([], [])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_reading_in_other_modes_changes_no_bits(donate, pools):
+    for found, errors, _ in _compare(pools, "zb_h2", donate=donate, reads=BY_ALL, reads_elsewhere=True):
+        assert (found, errors) == ([], [])
+
+
+def test_changing_the_loss_changes_no_verdict(pools):
+    for found, errors, _ in _compare(pools, "zb_h2", checks=jobs.SKIPS, changes_loss=True):
         assert (found, errors) == ([], [])
 
 
@@ -56,9 +75,11 @@ FAULTS = {
     "refused later": {"faults": {5: (0, "refused"), 7: (1, "refused")}},
     "raises": {"faults": {4: (1, "raises"), 6: (0, "raises")}},
     "rows": {"faults": {4: (None, "rows"), 9: (None, "rows")}},
+    "limit": {"faults": {7: (1, "limit")}, "checks": {"max_norm": torch.tensor(0.6)}},
+    "interrupt": {"faults": {7: (0, "interrupt")}, "lags": {6: 0.15}},
     "params": {"sizes": tuple(1e3 * size if size > 1 else size for size in jobs.SIZES), "limit": 100.0},
 }
-ERRORS = {"refused": 1, "refused later": 2, "raises": 2}
+ERRORS = {"refused": 1, "refused later": 2, "raises": 2, "limit": 1, "interrupt": 1}
 
 
 @pytest.mark.parametrize("donate", sample([False, True], [True]))
@@ -108,6 +129,28 @@ def test_results_are_those_of_other_steps_to_all_who_read_them():
     assert norm + 1 == 1 + number
     assert torch.stack([norm, norm]).sum() == 2 * number
     assert type(norm * 2) is torch.Tensor
+
+
+USES = {
+    "tensor": torch.tensor,
+    "full": lambda norm: torch.full((), norm, dtype=torch.float64),
+    "new_tensor": torch.zeros(1, dtype=torch.float64).new_tensor,
+    "alpha": lambda norm: torch.zeros((), dtype=torch.float64).add(torch.ones((), dtype=torch.float64), alpha=norm),
+    "setitem": lambda norm: torch.zeros(1, dtype=torch.float64).index_put((torch.tensor([0]),), norm)[0],
+    "reflected": lambda norm: 1.0 * norm,
+    "tensor first": lambda norm: torch.ones((), dtype=torch.float64) * norm,
+    "numpy": np.asarray,
+    "clamp": lambda norm: torch.full((), 1e9, dtype=torch.float64).clamp(max=norm),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda norm: pickle.loads(pickle.dumps(norm)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_late_number_is_never_taken_for_another_one(use):
+    expected = local(post_validate=False)()[3].item()
+    assert float(USES[use](local()()[3])) == expected
 
 
 @pytest.mark.parametrize(

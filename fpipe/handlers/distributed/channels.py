@@ -36,7 +36,7 @@ import torch.distributed as dist
 from fpipe import effects as fx
 from fpipe.autodiff.interface import Leaves
 from fpipe.devices import aside, is_capturing
-from fpipe.errors import StageError
+from fpipe.errors import StageError, TransportError
 from fpipe.handlers.calls import Step
 from fpipe.handlers.distributed.connections import Connections, InFlight
 from fpipe.handlers.distributed.handshake import REMEMBERED, Handshake, Names
@@ -332,7 +332,7 @@ class Channels:
         if self.replicas is not None and not self.known.is_compared:
             self.handshake.compare(self.digest(not self.has_compared_values))
             self.known.is_compared = self.has_compared_values = True
-        if (changes := self.renew()) is not None:
+        if self.handshake.steps.is_provisional and (changes := self.renew()) is not None:
             self._take_back()
             raise BegunAgain(changes)
         for route in early:
@@ -358,10 +358,22 @@ class Channels:
         """Return the known outputs of each microbatch of a replica, for the running step."""
         return list(map(self._output_of, self._keys(replica)))
 
-    @property
-    def begins_again(self) -> bool:
-        """Whether the handshake will begin the step again, as far as this rank knows."""
-        return self.early is not None and self.handshake.steps.has_met and self.renew() is not None
+    def begin_again_after(self, error: Exception) -> None:
+        """Begin the step again if all ranks do: this one may have failed for its inputs, which were not the right ones.
+
+        Raises:
+            BegunAgain: see `agree`.
+            TransportError: the right ones can't be had.
+        """
+        steps = self.handshake.steps
+        if self.early is None or not (steps.has_met and steps.is_provisional):
+            return
+        try:
+            is_over = self.renew() is None
+        except TransportError as failed:
+            raise failed from error
+        if not is_over:
+            self.agree()
 
     def end(self) -> None:
         """Finish a step: wait for all sends."""

@@ -360,7 +360,8 @@ class Connections:
         try:
             with self.activity.waits_for(purpose, peer):
                 while works:
-                    backend.wait(works.pop(0))
+                    backend.wait(works[0])
+                    del works[:1]  # now, for an interrupt may end a wait; unless they are dropped already
         except RuntimeError as error:
             works.clear()
             raise PeerLost(peer, purpose if self.groups.is_cut else f"{purpose} ({first_line(error)})") from None

@@ -502,8 +502,7 @@ class _CompiledProgram:
             raise
         except Exception as error:
             self.channels.handshake.meet(error)
-            if self.channels.begins_again:  # it may have failed for its params
-                self.channels.agree()
+            self.channels.begin_again_after(error)
             raise
 
     def _run(self, inputs: Inputs, has_loss: bool) -> None:

@@ -42,7 +42,7 @@ T = TypeVar("T")
 REMEMBERED = 4096  # signatures; the least recently used is dropped
 REMEMBERED_STEPS = 512  # tuples of the signatures of all microbatches
 WIDTH = 11  # the most numbers that a call gives
-REFUSES, LEADS = 1, 2  # how a rank comes to a call
+REFUSES, LEADS, PROVISIONAL = 1, 2, 4  # how a rank comes to a call
 COMPILING, REPLAYING = 0, -1  # calls; that of a step is the number of its program
 
 Name = tuple[int, int]
@@ -57,14 +57,22 @@ class RollCall:
         numbers: at most `WIDTH`.
         error: why this rank can't.
         leads: values of this rank may travel before all ranks have come.
+        provisional: its inputs are, see `Inputs`.
     """
 
     def __init__(
-        self, steps: Steps, call: int, numbers: list[int], error: BaseException | None, leads: bool = False
+        self,
+        steps: Steps,
+        call: int,
+        numbers: list[int],
+        error: BaseException | None,
+        leads: bool = False,
+        provisional: bool = False,
     ) -> None:
         self._steps, self._connections, self._failures = steps, steps.connections, steps.failures
         self._count, self._error = len(numbers), error
-        self._row = [call, REFUSES * (error is not None) + LEADS * leads, *numbers, *[0] * (WIDTH - len(numbers))]
+        way = REFUSES * (error is not None) + LEADS * leads + PROVISIONAL * provisional
+        self._row = [call, way, *numbers, *[0] * (WIDTH - len(numbers))]
         self._works: list[dist.Work] | None = None
         with suppress(PeerLost):  # that a rank is gone shows in the wait
             self._post()
@@ -91,9 +99,11 @@ class RollCall:
         rows = None
         while rows is None:
             rows = self._await(purpose)
-        self._steps.has_met, self._steps.is_led = True, any(way & LEADS for _, way, *_ in rows)
+        ways = [way for _, way, *_ in rows]
+        self._steps.has_met, self._steps.is_led = True, any(way & LEADS for way in ways)
+        self._steps.is_provisional = any(way & PROVISIONAL for way in ways)
         numbers = [row[2 : 2 + self._count] for row in rows]
-        if any(way & REFUSES for _, way, *_ in rows):
+        if any(way & REFUSES for way in ways):
             return numbers, self._failures.wait(5.0, self._key) or "its reason could not be read"
         calls, grid = [call for call, *_ in rows], self._connections.grid
         if others := [process for process, call in enumerate(calls) if call != calls[0]]:
@@ -212,7 +222,7 @@ class Handshake:
         leaving, digest = self.steps.departure.number, _digest(self._tokens)
         numbers = [leaving, apart, lacks_rows, rows, order, settings, rng, *data, *digest]
         leads = may_lead and inputs.broken is None and self._tokens == self._tokens_before
-        self.roll = RollCall(self.steps, self.program, numbers, inputs.broken, leads)
+        self.roll = RollCall(self.steps, self.program, numbers, inputs.broken, leads, inputs.provisional)
         return leads
 
     @property

@@ -108,6 +108,7 @@ class Steps:
         failure: of the last step, until the ranks are connected again.
         has_met: whether every rank is known to have begun the running step.
         is_led: whether some rank is known to lead in it.
+        is_provisional: whether the inputs of some rank are known to be, see `Inputs`.
         follows_a_result: all ranks have results of the call before, or the handler ends.
         irrevocable: why the running step can't be repeated once it fails; None where it can.
         learners: what was learned, by the number of its program.
@@ -119,7 +120,7 @@ class Steps:
         self.connections, self.failures, self._limit = connections, failures, compute_timeout
         self.departure = departure or Departure(is_alone=False)
         self.failure: Failure | None = None
-        self.has_met = self.is_led = self.follows_a_result = False
+        self.has_met = self.is_led = self.is_provisional = self.follows_a_result = False
         self.irrevocable: str | None = None
         self.learners: weakref.WeakValueDictionary[int, Learner] = weakref.WeakValueDictionary()
         self._ends: Callable[[], Ends | None] = _nothing  # of the program that this rank ended last, if still wanted
@@ -190,7 +191,8 @@ class Steps:
         is_told = self.connections.device.asynchronous and not numbers
         if self.connections.size == 1 or is_told or is_capturing():
             return Ends(self, lambda: [[*numbers]], [])
-        self._drop_ends()
+        if (before := self._ends()) is not None:
+            before.wait()  # which all ranks have told, or they had not begun this step
         with aside():
             rows, self.connections.groups.ends = self.connections.collect([self.number, *numbers])
 
@@ -280,8 +282,8 @@ class Steps:
             self.connections.used.clear()
             self.connections.groups.lent.clear()
         self.connections.groups.ends = []  # the roll call of this step comes after them
-        self.has_met, self.is_led, self._refused, self._is_repeatable = False, False, None, is_repeatable
-        self.irrevocable = None
+        self.has_met = self.is_led = self.is_provisional = False
+        self.irrevocable, self._refused, self._is_repeatable = None, None, is_repeatable
 
     def _check_cut(self) -> None:
         if not self.is_over and (self.connections.groups.is_cut or self.failures.ended is not None):
@@ -294,7 +296,19 @@ class Steps:
         return LENT if self.connections.groups.lent else self.irrevocable
 
     def _of_own(self, error: BaseException) -> None:
-        """Fail the step because this rank does, and give the reason to the other ranks."""
+        """Fail the step because this rank does, and give the reason to the other ranks.
+
+        Those that still run the step before end it first, for its results are to be known: who reads the reason cuts
+        the connections on which the ranks tell each other.
+        """
+        try:
+            if (ends := self._ends()) is not None:
+                with suppress(PeerLost):  # then they stay unknown
+                    ends.wait()
+        finally:  # also where a second interrupt ends the wait
+            self._give_reason(error)
+
+    def _give_reason(self, error: BaseException) -> None:
         rank = self.connections.rank
         failure = Failure(self.number, self.failures.reason(error), rank, self._is_repeatable)
         if (why := self._why_irrevocable) is not None:
