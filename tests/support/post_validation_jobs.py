@@ -115,10 +115,10 @@ class Loop:
         every = torch.randn(placement.stages, WIDTH, WIDTH, generator=generator)
         self.params = {s: {"w": every[s].clone()} for s in self.own}
         self.x, self.y = torch.randn(2, 2 * MICROBATCHES, 4, WIDTH, generator=generator)
-        pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
-        handler = handler or handlers.Distributed(timeout=20)
         # Copies, for tensors that are passed to processes are theirs in common.
         self.checks = checks = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in checks.items()}
+        pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
+        handler = handler or handlers.Distributed(timeout=20)
         self.step = fpipe.train_step(self.pipeline, order, self.plan, pair, handler=handler, **options)
         self.state, self.counts, self.errors = pair.init(self.params), [], []
 
