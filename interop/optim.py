@@ -127,6 +127,7 @@ def optimizer(
         return optree.tree_map(lambda p: {}, params, namespace=NAMESPACE)
 
     def update(grads: Any, state: State, params: Any, **changes: Any) -> tuple[Any, State]:
+        grads, state, params = _plain_tree(grads), _plain_tree(state), _plain_tree(params)
         leaves, spec = optree.tree_flatten(params, namespace=NAMESPACE)
         gradients = _matching(spec, grads, "grads")
         states = _matching(spec, state, "state")
@@ -184,6 +185,11 @@ def optimizer(
     update.is_separable = True  # type: ignore[attr-defined]
     update.__qualname__ = f"{kind.__name__}({', '.join(arguments)})"
     return Optimizer(init, update)
+
+
+def _plain_tree(tree: Any) -> Any:
+    """Return a tree that goes with others: the dict that late results of a step stand for, which is waited for."""
+    return tree if type(tree) is dict else optree.tree_map(lambda x: x, tree, namespace=NAMESPACE)
 
 
 def _has_master(parameter: Tensor, master: torch.dtype | None) -> bool:

@@ -131,6 +131,14 @@ def test_results_are_those_of_other_steps_to_all_who_read_them():
     assert type(norm * 2) is torch.Tensor
 
 
+def test_the_optimizer_takes_late_results():
+    pair = interop.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params, state, *_ = local(optimizer=pair)()
+    grads = {stage: torch.ones(()) for stage in range(2)}
+    expected = pair.update(grads, dict(state), dict(params))
+    assert differences(pair.update(grads, state, params), expected) == []
+
+
 USES = {
     "tensor": torch.tensor,
     "full": lambda norm: torch.full((), norm, dtype=torch.float64),
