@@ -93,7 +93,8 @@ def train_step(
             the old params and state, where it turns out that the gradients are clipped, or take them back where the
             step is skipped. All results but the loss and aux are then known late: they wait when they are read, and
             not when they are passed to the next step. Params and states are `{stage: tree}` as a Mapping;
-            `dict(params)` is the plain one.
+            `dict(params)` is the plain one. Numbers stand for tensors: `float(norm)`, `norm.clone()`. A handler that
+            does not begin steps again, as `Local`, waits in each step.
         options: those of `value_and_grad`.
 
     Returns:
