@@ -115,7 +115,8 @@ def killed(rank, ranks, victim, moment, timeout=20.0):
 
 def blamed(text):
     """The rank that a message says is gone."""
-    return re.search(r"can't go on: (.*?) ?(?:did not|is gone|does not|has not|, whose)", text).group(1)
+    ended = r"(?:can't go on|ended with an earlier failure)"  # the latter where the rank comes to its call later
+    return re.search(rf"{ended}: (.*?) ?(?:did not|is gone|does not|has not|, whose)", text).group(1)
 
 
 def disagreements(rank):
