@@ -491,11 +491,11 @@ def _shared(name: str, shared: Any) -> tuple[Shared, ...]:
 def _tied(name: str, tied: Any) -> tuple[Tied, ...]:
     if not isinstance(tied, Sequence) or isinstance(tied, str | bytes):
         raise TypeError
-    found = tuple(Tied(_number(name, size), tuple(sorted({*stages}))) for size, stages in tied)
-    wrong = next((each.stages for each in found if not all(is_whole(stage, least=0) for stage in each.stages)), None)
+    pairs = tuple(Tied(_number(name, size), tuple(sorted({*stages}))) for size, stages in tied)
+    wrong = next((each.stages for each in pairs if not all(is_whole(stage, least=0) for stage in each.stages)), None)
     if wrong is not None:
         raise ScheduleError(f"{name} must be pairs (bytes, numbers of stages), and has the stages {wrong}")
-    return found
+    return pairs
 
 
 def _count(name: str, count: object) -> int:

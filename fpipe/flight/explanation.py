@@ -121,17 +121,17 @@ def _of_roots(kind: Kind, roots: Sequence[int], known: Mapping[int, Rank], now: 
 
 def _of_waiting(kind: Kind, waiting: Sequence[int], known: Mapping[int, Rank]) -> Iterable[str]:
     """Yield why ranks wait of which none is at work: by their programs, or else for a message that was lost."""
-    found = _verdict(waiting, known)
+    fault = _verdict(waiting, known)
     is_circle = kind == "deadlock"
     names = _names(waiting, known)
     yield (
         f"{names} wait for each other." if is_circle else "Every rank waits, and none of them for one that is at work."
     )
-    if found:
-        yield f"The verifier says of their programs: {found}."
+    if fault:
+        yield f"The verifier says of their programs: {fault}."
     elif not is_circle:
         yield "A message was lost, or the network is gone."
-    elif found is not None:
+    elif fault is not None:
         yield "Their programs have no such circle, so a message between them was lost."
 
 

@@ -249,8 +249,8 @@ class Distributed:
             return mark
 
         paced, flight = pace if device.asynchronous else None, connections.activity.flight
-        kept = None if flight is None else flight.program(programs[self.rank])
-        recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect), kept)
+        program = None if flight is None else flight.program(programs[self.rank])
+        recorded = None if flight is None else lambda effect: flight.writer("effect", str(effect), program)
         calls = Calls(programs[self.rank], pieces, channels, observe, device, self.functions, paced, recorded)
         return _CompiledProgram(Executor(calls), channels, steps, self._processes(), self.mesh)
 
@@ -500,7 +500,7 @@ class _CompiledProgram:
             raise
         except (StepRejected, BegunAgain, TransportError):
             raise
-        except Exception as error:
+        except Exception as error:  # of any kind: a stage is the user's, and may have had params that do not count
             self.channels.handshake.meet(error)
             self.channels.begin_again_after(error)
             raise
