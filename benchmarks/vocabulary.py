@@ -22,9 +22,10 @@ Five ways take turns:
   share the head, and twice the parameters.
 - `vocabulary`: `vocabulary-1f1b`, with equal numbers of blocks.
 
-A prediction is `simulate` with costs from `fpipe.profile` and a measured link, the mean of one profile before the
-rounds and one after them. A step is timed from a barrier to a barrier; times are medians of rounds. `over` says how
-many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are `fpipe.footprint` of the rank with the most.
+A prediction is `simulate` with costs from `fpipe.profile`, the host's time for a piece and a measured link, the mean of
+one profile before the rounds and one after them. A step is timed from a barrier to a barrier; times are medians of
+rounds. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are `fpipe.footprint` of
+the rank with the most.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ class Process:
         self.model = Real(self.table) if name == "real" else Timed(self.table)
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.link = models.ping(rank, self.model.activation)
+        self.host = partitions.host_time(self.handler, self.table.ranks, self.link)
         self.count = self.table.blocks + 2
         self.layers = partitions.of_layers(self.count, self.table.ranks, self.table.microbatches)
 
@@ -170,12 +172,13 @@ class Process:
     def ways(self) -> dict[str, Way]:
         """Return the ways that take turns, cut and chosen by a profile of the layers."""
         ranks, costs = self.table.ranks, self.profile(in_parts=False)
-        times, grouped = times_of(self.layers, costs), partial(partitions.grouped, plan=self.layers, costs=costs)
+        times = times_of(self.layers, costs)
+        grouped = partial(partitions.grouped, plan=self.layers, costs=costs, host=self.host)
         chain, both_ways = Placement.loop(ranks), Placement.both_ways(ranks)
         chosen = {
             "1f1b": grouped("1f1b", partitions.by_number(chain, self.count)),
             "balanced": grouped("1f1b", balanced(chain, times)),
-            "named": min(filter(has_no_copies, partitions.named(self.layers, costs)), key=makespan),
+            "named": min(filter(has_no_copies, partitions.named(self.layers, costs, self.host)), key=makespan),
             "dualpipe": grouped("dualpipe", levelled(both_ways, times)),
         }
         ways = {way: Way(each.name, each.schedule, each.plan, each.layers) for way, each in chosen.items()}
@@ -187,7 +190,8 @@ class Process:
         of_layers, of_parts = self.profile(in_parts=False), self.profile(in_parts=True)
         results = {}
         for key, (_, schedule, plan, layers) in ways.items():
-            costs = Grouping(self.layers, layers).costs(of_layers, plan) if layers else of_parts
+            whole, of_pieces = (self.layers, of_layers) if layers else (plan, of_parts)
+            costs = Grouping(whole, layers or [1] * plan.stages, self.host).costs(of_pieces, plan)
             sizes = fpipe.footprint(fpipe.lower(schedule, plan), costs)
             results[key] = 1e3 * fpipe.simulate(schedule, plan, costs).makespan, max(each.total for each in sizes)
         return results
