@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # else each of the processes compiles all that
 demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-# The library: every value of each feature.
+# The library: every value of each feature, and of rows that take long some.
 test: $(READY)
 	$(TESTS)
 

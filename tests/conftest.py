@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for names of addresses, and some servers never answer
@@ -35,11 +36,18 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out tests that are marked as thorough, until FPIPE_TESTS asks for them."""
-    left_out = [] if PAIRS else [item for item in items if item.get_closest_marker("thorough")]
+    """Leave out thorough tests, and of those marked with `one_in` all other rows, until FPIPE_TESTS asks for them."""
+    if PAIRS:
+        return
+    rows, kept, left_out = Counter(), [], []
+    for item in items:
+        test, mark = (item.parent, getattr(item, "originalname", item.name)), item.get_closest_marker("one_in")
+        is_between = mark is not None and rows[test] % mark.args[0] > 0
+        rows[test] += 1
+        (left_out if is_between or item.get_closest_marker("thorough") else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        items[:] = kept
 
 
 def pytest_collection_finish():

@@ -26,7 +26,7 @@ from fpipe.autodiff.interface import seed
 from fpipe.autodiff.options import Options
 from fpipe.autodiff.traced import Traced
 from tests.support import stage_zoo
-from tests.support.combinations import ALL, combined, few, sample, thorough
+from tests.support.combinations import ALL, combined, few, one_in, sample, thorough
 from tests.support.oracle import (
     LAYOUTS,
     Found,
@@ -107,6 +107,7 @@ def overwritten(weights):
     return [None if i in weights.fresh else x for i, x in enumerate(weights)]
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("kind", "name"),
     sample(
@@ -148,6 +149,7 @@ def test_microbatches_in_a_row_have_eagers_bits(kind, name):
         TRACED[name] = piece.graphs
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("kind", "name"),
     sample(
@@ -194,6 +196,7 @@ MANY_LAYOUTS = (
 ONE_LAYOUT = dict(zip(stage_zoo.EXAMPLES, cycle([(transposed,), (expanded,)])))
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("kind", "name"),
     sample(
@@ -232,6 +235,7 @@ MISSING = {
 }
 
 
+@one_in(3)
 @combined(
     kind=KINDS,
     name=["auxiliary_loss", "views_among_outputs", "activations", "products_of_every_kind"],
@@ -390,6 +394,7 @@ def test_convolutions_backward_comes_in_halves(name):
     assert [mask[:2] for mask in masks[1]] == [[False, True]] * count
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", sample(stage_zoo.EXAMPLES, few([*stage_zoo.EXAMPLES][::5], slice(None, None, 2))))
 def test_inputs_without_gradient_leave_everything_to_the_weights(name):
     example = stage_zoo.make(name)
@@ -713,6 +718,7 @@ OTHER = [policy for policy in POLICIES if policy not in ("everything", "nothing"
 """Each example runs under one of these, under `everything` (the default) and under `nothing` (it recomputes all)."""
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "policy"),
     sample(
@@ -764,6 +770,7 @@ def kept(example, policy):
     return sum(n for key, n in theirs[1].items() if key not in theirs[0])
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "name", few(["mlp", "attention_causal", "random_dropout", "normalised_group", "encoder_plain"], slice(4))
 )
@@ -811,6 +818,7 @@ def test_deferred_is_what_the_weight_gradients_multiply():
     assert kept == 2 * 3 * ROWS * WIDTH * FLOAT  # each layer's input, and the gradient of what it puts out
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", few(["mlp", "attention_causal", "experts_dense", "encoder_plain"], slice(3)))
 def test_each_product_is_redone_at_most_once(name):
     counts = {}
@@ -899,6 +907,7 @@ DYNAMIC = [
 ]
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", few(DYNAMIC, [name for name in DYNAMIC if not name.startswith("encoder")][::2]))
 def test_one_dynamic_trace_serves_all_sizes(name):
     example, calls = counted(stage_zoo.make(name))
@@ -914,6 +923,7 @@ def test_one_dynamic_trace_serves_all_sizes(name):
     assert calls == [True]
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["in_place_then_read_by_a_view", "sizes_as_outputs"])
 def test_what_no_dynamic_trace_can_serve_is_traced_for_each_size(name):
     """A write to a part of a tensor of unknown size, and plain values that a size decides."""
@@ -930,6 +940,7 @@ def test_what_no_dynamic_trace_can_serve_is_traced_for_each_size(name):
     assert len(calls) >= len(SIZES)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     sample(

@@ -18,7 +18,7 @@ from fpipe.autodiff.graph.codegen import emit
 from fpipe.autodiff.traced import Traced
 from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import flatten
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 
 aten = torch.ops.aten
 TRICKY = [0.0, -0.0, 1.5, float("nan"), float("inf"), -float("inf"), -2.0, 1e-40]
@@ -373,6 +373,7 @@ class Computing(TorchDispatchMode):
 LAYERS = [{}, {"batch_first": False}, {"norm_first": True}, {"activation": "gelu"}]
 
 
+@one_in(3)
 @combined(options=LAYERS, shape=[(2, 4, 16), (1, 4, 16), (3, 1, 16)], split=[False, True])
 def test_a_layer_has_eager_bits_and_operands(options, shape, split, monkeypatch):
     module = layer(**options)

@@ -10,6 +10,7 @@ import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules
 from tests.support import jobs, replica_jobs
 from tests.support.cases import mse
+from tests.support.combinations import one_in
 
 OUTSIDE = nn.Parameter(torch.full((4,), 2.0))
 EACH_WAY = [(handlers.Local(), "graph"), (handlers.Local(), "eager"), (handlers.Reference(), "eager")]
@@ -193,6 +194,7 @@ def partly_constant_over_gloo(rank, kind):
     return wrong, texts
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", ["copies", "replicas"])
 def test_the_losses_of_a_copy_or_a_replica_may_be_constant_but_not_all(kind, pools):
     expected = partly_constant(handlers.Reference(), kind, SOME)

@@ -28,7 +28,7 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pipeline import with_loss
 from fpipe.stages.pytree import flatten
 from tests.support import cases
-from tests.support.combinations import combined, few
+from tests.support.combinations import combined, few, one_in
 from tests.support.policies import POLICIES
 
 WAYS = {"eager": Options("eager")} | {
@@ -139,6 +139,7 @@ def tensors_of(results):
 # After a step
 
 
+@one_in(3)
 @combined(name=NAMES, way=WAYS)
 def test_no_tensor_of_a_step_lives_but_its_results(name, way):
     every, traced = list(steps(name, way)), set()

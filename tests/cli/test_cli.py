@@ -37,7 +37,7 @@ from fpipe.programs.verifier import verify
 from fpipe.schedules import search
 from fpipe.schedules.catalogue import CATALOGUE, shares
 from fpipe.schedules.cuts import of_shares, of_slice, recut
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(CATALOGUE)
@@ -750,6 +750,7 @@ def test_the_json_of_search_is_that_of_simulate():
     assert found["cost"] <= min(row["cost"] for row in compared) * (1 + ROUNDING)
 
 
+@thorough
 def test_the_frontier_keeps_to_a_limit():
     small = ("--ranks", "2", "--microbatches", "4", "--pareto")
     rows = told("search", *small, "--memory-limit", "1.5")
@@ -758,6 +759,7 @@ def test_the_frontier_keeps_to_a_limit():
     assert "the limit of 0.1" in run("search", *small, "--memory-limit", "0.1", status=1).stderr
 
 
+@thorough
 def test_search_makes_stages_of_layers(tmp_path):
     file = tmp_path / "layers.json"
     times = [1, 1, 1, 1, 1, 3]
@@ -779,6 +781,7 @@ TIMES = "1,2,1,1,2,3"
 OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward", TIMES, "--backward-input", TIMES)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -834,6 +837,7 @@ def test_of_costs_that_no_option_has_no_command_is_shown(tmp_path):
     assert "No options have all of this: schedules.search(layouts=True) in Python" in shown
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

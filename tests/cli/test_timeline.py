@@ -26,6 +26,7 @@ from fpipe.timelines.comparison import Difference, path_segments, path_shares
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 from fpipe.timelines.what_if import what_if
+from tests.support.combinations import one_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = Plan(Placement.loop(3), 6)
@@ -361,6 +362,7 @@ def test_how_far_the_prediction_is(tmp_path):
     )
 
 
+@one_in(4)
 @pytest.mark.parametrize("suffix", [".json", ".svg", ".png", ".pdf", ".csv", ".JSON"])
 def test_it_is_written_whole(suffix, runs):
     out = runs / f"a{suffix}"

@@ -29,7 +29,7 @@ from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.generating.choice import Choice, _chosen
 from fpipe.interop.transformers import split, split_with_cache
-from tests.support.combinations import combined, thorough
+from tests.support.combinations import combined, one_in, thorough
 from tests.support.fault_jobs import blamed
 from tests.support.generate_jobs import (
     PROMPTS,
@@ -84,6 +84,7 @@ def prompts(count, length=6):
 EOS = [(), (5,), (7, 11)]
 
 
+@one_in(3)
 @combined(kind=AT, eos=EOS)
 def test_greedy_tokens_are_those_of_the_model(kind, eos):
     model, pipeline, params = language_of(kind)
@@ -96,6 +97,7 @@ def test_greedy_tokens_are_those_of_the_model(kind, eos):
         assert torch.equal(found, reference)
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", AT)
 def test_prompts_in_slices_have_the_tokens_of_the_model(kind):
     model, pipeline, params = language_of(kind)
@@ -154,6 +156,7 @@ def tokens_of(rows, ranks, handler, rng=None, **options):
     return fpipe.generate(pipeline, params, PROMPTS, plan, handler=handler, rng=rng, **options)
 
 
+@one_in(3)
 @combined(options=[{}, SAMPLED, {"temperature": 2.0}], eos=[(3, 4, 5), ()])
 def test_tokens_are_the_same_on_every_plan_and_handler(options, eos, pools):
     rng = (7, 1) if options else None
@@ -170,6 +173,7 @@ def test_tokens_are_the_same_on_every_plan_and_handler(options, eos, pools):
         assert not torch.equal(other, reference)
 
 
+@one_in(2)
 @combined(slices=[2, 5], options=[{}, SAMPLED], eos=[(3, 4, 5), ()])
 def test_tokens_are_the_same_for_prompts_in_slices(slices, options, eos, pools):
     rng = (7, 1) if options else None

@@ -9,7 +9,7 @@ import torch
 import fpipe
 from fpipe import handlers
 from tests.support import cases, jobs
-from tests.support.combinations import ALL, combined, few, sample
+from tests.support.combinations import ALL, combined, few, one_in, sample
 from tests.support.sharing import Sharing, sharing
 
 
@@ -28,6 +28,7 @@ def possible(name, schedule, m, way, ranks, **_):
     return fits and (way in ("everything", "eager") or name in ("attention", "dropout", "modules"))
 
 
+@one_in(4)
 @combined(
     name=cases.CASES,
     schedule=[*cases.SCHEDULES, *cases.MOVING],
@@ -48,6 +49,7 @@ def test_training(pools, name, schedule, way, m, handler, ranks):
         assert jobs.differences(found, cases.oracle(name, plan)) == []
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     sample(
@@ -88,6 +90,7 @@ def test_reference_is_the_plain_function(name, m):
     torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-12)
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", few([name for name in cases.UNSLICED if name != "modules"], slice(None, None, 3)))
 def test_microbatches_of_one_row(name):
     """A dimension of size 1 has any stride, by which some kernels choose their algorithm; batch norm takes two rows."""

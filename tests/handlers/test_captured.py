@@ -27,7 +27,7 @@ from fpipe.handlers.protocol import Alone, Observer
 from fpipe.stages.rng import seeded
 from fpipe.tensorboard import Recorder
 from tests.support import cases, jobs, models, stage_zoo, train_jobs
-from tests.support.combinations import ALL, combined, few, sample, thorough
+from tests.support.combinations import ALL, combined, few, one_in, sample, thorough
 from tests.support.jobs import differences
 from tests.support.oracle import finish, flat, wants
 from tests.support.sharing import sharing
@@ -75,12 +75,14 @@ def check_steps(case, plain, captured):
     assert [differences(*each) for each in results] == [[]] * 4
 
 
+@one_in(4)
 @combined(name=CASES, schedule=SCHEDULES, m=(2, 3), way=("everything", "eager", "nothing"), where=possible, singly=True)
 def test_bits(name, schedule, m, way):
     case, order, plan = cases.make(name, schedule, 2, m, cases.rows(m))
     check_steps(case, *pair(case, order, plan, way, sharing(handlers.Local(), name)))
 
 
+@one_in(3)
 @combined(
     name=few(CASES, ("linear", "weighted", "modules")),
     schedule=SCHEDULES,
@@ -94,6 +96,7 @@ def test_bits_over_gloo(pools, name, schedule, m, ranks, way):
     assert pools(ranks).run(jobs.captured, name, schedule, m, ranks, way) == [[]] * ranks
 
 
+@one_in(2)
 @combined(
     name=sample(("linear", "tied", "dropout", "modules", "skip"), ("tied", "modules")),
     schedule=sample(("gpipe", "zb_v", "interleaved_zb"), ("gpipe", "zb_v")),
@@ -105,6 +108,7 @@ def test_bits_of_training_over_gloo(pools, name, schedule, optimizer, donate, ma
     assert pools(2).run(train_jobs.train_captured, name, schedule, 3, 2, optimizer, donate, max_norm) == [[]] * 2
 
 
+@one_in(3)
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(
     ("how", "says"),
@@ -200,6 +204,7 @@ def test_a_rank_that_dies_before_a_replay_is_named(fresh_pool):
         assert f"rank {rank} can't go on: rank 1 " in outcomes[rank].value
 
 
+@one_in(4)
 @combined(
     name=("linear", "subtrees", "tied", "dropout", "modules", "weighted"),
     schedule=("gpipe", "zb_v", "interleaved_zb", "overlap"),
@@ -820,6 +825,7 @@ def drawn_again(name, kind):
     }
 
 
+@one_in(4)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize(
     ("name", "kind"),

@@ -9,7 +9,7 @@ import torch
 import fpipe
 from fpipe import Pipeline, Placement, Precision, handlers, schedules
 from tests.support import cases, jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 
 MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
 
@@ -27,6 +27,7 @@ def mixed(name, schedule, ranks=2, microbatches=4, replicas=1):
     return case, generator, replace(plan, replicas=replicas)
 
 
+@one_in(3)
 @combined(
     name=["linear", "tied", "skip"],
     schedule=["gpipe", "zb_v", "interleaved_1f1b", "dualpipe"],

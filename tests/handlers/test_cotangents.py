@@ -25,12 +25,13 @@ from fpipe.effects import Backward, Gradient, Send
 from fpipe.programs.verifier import check
 from fpipe.schedules import from_table
 from tests.support import cases, cotangent_jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.jobs import differences
 
 SCHEDULES = ["interleaved_1f1b", "interleaved_zb", "looped_bfs", "zb_v", "v_half", "dualpipe_v", "dualpipe", "zb_h1"]
 
 
+@one_in(4)
 @combined(
     name=cotangent_jobs.CASES,
     schedule=SCHEDULES,
@@ -62,6 +63,7 @@ HALF, NEXT = 2.0**-24, 1 + 2.0**-23
 """Half of the distance from 1 to the next float32, and this one: a half added to 1 is lost, and two halves are not."""
 
 
+@one_in(4)
 @pytest.mark.parametrize("handler", [handlers.Reference(), handlers.Local()])
 @pytest.mark.parametrize(
     ("cotangents", "ranks", "factors", "expected"),

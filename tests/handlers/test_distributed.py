@@ -20,7 +20,7 @@ from fpipe.programs.completions import send_completions
 from fpipe.programs.interleaving import interleave
 from fpipe.tables import TABLE
 from tests.support import cases, jobs
-from tests.support.combinations import PAIRS, few, sample, thorough
+from tests.support.combinations import PAIRS, few, one_in, sample, thorough
 
 EVERY_KIND = ("gpipe", "one_f_one_b", "interleaved_zb", "zb_v", "dualpipe")
 """Schedules that differ in how many stages a rank has, in copies, and in whether backwards are split."""
@@ -90,6 +90,7 @@ def test_sends_are_given_up_when_their_receipt_comes(pools):
     assert max(pools(4).run(jobs.sends_held, 4, 16)) <= 5
 
 
+@one_in(2)
 @each_way
 def test_nothing_of_a_step_stays(pools, autodiff):
     assert pools(2).run(jobs.kept_alive, 2, autodiff) == [0, 0]

@@ -15,6 +15,7 @@ from fpipe.flight.reading import read
 from fpipe.programs.lowering import wavefront
 from tests.support import faults
 from tests.support.cases import mse
+from tests.support.combinations import one_in
 
 LIMIT = 20.0  # seconds in which every rank must have ended, on a busy machine
 ALONE = ("killed", "world size")  # faults with a test of their own
@@ -39,6 +40,7 @@ def test_reference(fault):
         faults.step(fault, 3, handlers.Reference())()
 
 
+@one_in(4)
 @pytest.mark.parametrize(("fault", "autodiff"), faults.ways(*[f for f in faults.FAULTS if f not in ALONE]))
 def test_over_gloo(pools, fault, autodiff):
     outcomes = pools(3).outcomes(faults.run, 3, fault, autodiff, limit=30)
@@ -103,6 +105,7 @@ def test_a_handler_that_lost_a_rank_says_so_again(fresh_pool):
         assert "rank 1 did not give a reason: did its script end" in outcomes[rank].value
 
 
+@one_in(2)
 @both
 def test_a_killed_rank(fresh_pool, autodiff):
     before = {*folder_of_flights().iterdir()}

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support import recovery_jobs
-from tests.support.combinations import ALL, PAIRS, few, sample
+from tests.support.combinations import ALL, PAIRS, few, one_in, sample
 
 KINDS = ("argument", "first", "middle", "last", "interrupt", "two", "again")
 
@@ -28,6 +28,7 @@ def kinds_of(way):
     return [(kind, (number // 2 + i) % 2) for i, kind in enumerate(chosen)]
 
 
+@one_in(3)
 @pytest.mark.parametrize("way", few(recovery_jobs.WAYS, slice(None, None, 2)))
 def test_the_step_after_a_failed_one(pools, way):
     """It has the reference's bits, traces nothing again, and knows the signatures; each survivor names the rank."""

@@ -7,7 +7,7 @@ import pytest
 
 from fpipe.store import JobStore, StoreError, bounded
 from tests.support import fault_jobs
-from tests.support.combinations import sample, thorough
+from tests.support.combinations import one_in, sample, thorough
 
 GRACE = 12.0  # seconds that an error may come later than the time limit, on a busy machine
 
@@ -76,6 +76,7 @@ def test_a_rank_killed_while_edges_connect_costs_the_time_limit_once(fresh_pool,
             assert fault_jobs.blamed(text) == f"rank {victim}", text
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("victim", "moment"),
     sample([(v, m) for v in range(4) for m in ("before", "within")], [(2, "within"), (1, "before")]),

@@ -233,6 +233,7 @@ def test_norms_and_checkpoints_over_nccl(gpu_pools, job, tmp_path):
     assert gpu_pools(2, job).run(device_jobs.norm_and_checkpoint, str(tmp_path), "cuda", limit=180) == [[], []]
 
 
+@thorough
 def test_what_is_captured_is_right_over_gloo(pools):
     for ask in CAPTURED:
         assert pools(2).run(ask, "cpu") == [[], []], ask

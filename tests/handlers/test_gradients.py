@@ -12,7 +12,7 @@ import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
 from fpipe.handlers.gradients import Sum, add, copied
 from tests.support import cases, jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 
 LOCAL = [handlers.Reference(), handlers.Local()]
 both = pytest.mark.parametrize("handler", LOCAL, ids=["reference", "local"])
@@ -196,6 +196,7 @@ def careless(p, x):
     return x + p["one"] + p["two"] + p["expanded"].sum() + Own.apply(p["own"])
 
 
+@one_in(4)
 @both
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("tied", [False, True])
@@ -218,6 +219,7 @@ def test_gradients_share_no_memory_with_each_other_nor_with_the_params(handler, 
     assert jobs.differences((params, batch, grads), expected) == []
 
 
+@one_in(4)
 @combined(
     handler=LOCAL,
     name=cases.UNSLICED,

@@ -10,7 +10,7 @@ import pytest
 import fpipe
 from fpipe import Costs, Plan
 from tests.support import cases, host_jobs, jobs
-from tests.support.combinations import few, sample
+from tests.support.combinations import few, one_in, sample
 from tests.support.hosts import Hosts, made
 
 LIMIT = 30.0  # seconds after an accident in which every rank must have ended, on a busy machine
@@ -31,6 +31,7 @@ def fresh_hosts():
 SCHEDULES = ["gpipe", "one_f_one_b", "interleaved_zb", "zb_v", "dualpipe"]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     sample(
@@ -47,6 +48,7 @@ def test_shapes_change_from_step_to_step(hosts, autodiff):
     assert hosts.run(jobs.shapes_change, 2, autodiff) == [[], []]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("accident", "lost"),
     [

@@ -10,7 +10,7 @@ from fpipe.programs.leading import leading
 from fpipe.programs.lowering import forward_only
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import fault_jobs, leading_jobs
-from tests.support.combinations import few, sample
+from tests.support.combinations import few, one_in, sample
 
 SAID = {
     "nothing": r"^$",
@@ -28,6 +28,7 @@ LEADING = {"raises": 1, "interrupt": 1, "batch": 0, "program": 0}
 FEW = ("nothing", "batch", "raises")
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [
@@ -52,6 +53,7 @@ def test_a_step_to_which_the_last_rank_comes_late(schedule, changes, pools):
                 assert first < late, (change, rank)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("schedule", "victim"),
     sample([(s, v) for s in ("zb_h2", "zb_v", "interleaved_1f1b") for v in (0, 1, 2)], [("zb_h2", 1), ("zb_v", 0)]),

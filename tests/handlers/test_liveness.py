@@ -18,7 +18,7 @@ from fpipe.handlers.distributed.grid import Grid
 from fpipe.handlers.distributed.groups import Groups
 from fpipe.handlers.distributed.liveness import Answer, Watchdog, verdict
 from tests.support import faults
-from tests.support.combinations import thorough
+from tests.support.combinations import one_in, thorough
 from tests.support.fake_device import FakeDevice
 
 GRACE = 8.0  # seconds that the error may come later than the time limit, on a busy machine
@@ -31,6 +31,7 @@ def test_a_slow_stage_is_waited_for(pools):
     assert len(set(losses)) == 1
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("fault", "limits", "reason"),
     [

@@ -14,7 +14,7 @@ from fpipe.handlers import captured_pieces
 from fpipe.handlers.distributed.connections import Connections
 from tests.handlers.test_weights import PLACEMENTS
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import ALL, combined, few, thorough
+from tests.support.combinations import ALL, combined, few, one_in, thorough
 from tests.support.sharing import Sharing, sharing
 
 CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
@@ -42,6 +42,7 @@ def possible(name, schedule, m, handler, **_):
     return ALL or (CASES.index(name) + SCHEDULES.index(schedule)) % (3 if handler == "local" else 7) == 0
 
 
+@one_in(4)
 @combined(
     name=CASES,
     schedule=SCHEDULES,
@@ -137,6 +138,7 @@ def novel(rank, name, given, autodiff):
     return found, counts == [sum(each[m] for m in new) for new in NEW]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "given", "autodiff"),
     few(
@@ -184,6 +186,7 @@ def test_equal_microbatches_are_a_batch_that_is_split():
     assert jobs.differences(step(case.params, *parts), step(case.params, case.batch, case.target)) == []
 
 
+@one_in(2)
 @pytest.mark.parametrize(("dynamic", "traces"), [(True, 1), (False, 3)])
 def test_traces_are_those_of_equal_shapes(dynamic, traces):
     schedule, plan, pipeline, params, batch, target = sequences("zb_h1", (3, 5, 3, 4))
@@ -213,6 +216,7 @@ def lengths_in_turn(monkeypatch, kept, **options):
     return [(step(params, *part), reference(params, *part)) for part in parts], own.graphs.values()
 
 
+@thorough
 def test_traces_of_many_lengths_are_bounded(monkeypatch):
     with pytest.warns(UserWarning, match=r"traced for 10 signatures.*dynamic=True.*padded.* The 5 that were") as told:
         found, graphs = lengths_in_turn(monkeypatch, 5)

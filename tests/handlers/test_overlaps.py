@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support import braid_jobs
-from tests.support.combinations import ALL, combined, few, thorough
+from tests.support.combinations import ALL, combined, few, one_in, thorough
 
 PLAIN = "p w p w p w p w"
 """Two parts with two sums each, one part after the other."""
@@ -39,6 +39,7 @@ SOME = few(
 """Each kind, schedule and policy at least once; all of them under FPIPE_TESTS=all."""
 
 
+@one_in(4)
 @combined(
     # copies of a stage have no state
     lambda kind, schedule, policy: (

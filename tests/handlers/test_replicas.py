@@ -15,7 +15,7 @@ from fpipe.effects import Gather, Release
 from tests.handlers.test_weights import case as unlabelled_case
 from tests.handlers.test_weights import labelled, whole
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import ALL, combined, few, sample, thorough
+from tests.support.combinations import ALL, combined, few, one_in, sample, thorough
 from tests.support.replica_jobs import CASES, Grid
 from tests.support.sharing import sharing
 
@@ -78,6 +78,7 @@ def met(name, schedule, every):
     return ALL or (CASES.index(name) + SCHEDULES.index(schedule)) % every == 0
 
 
+@one_in(4)
 @combined(
     name=CASES,
     schedule=SCHEDULES,
@@ -120,6 +121,7 @@ WAYS = ("eager", "everything")
 PRODUCT = [row for row in product(CASES, SCHEDULES, (1, 2, 4), GRIDS, (None, "least", "all"), WAYS) if fits(*row)]
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "schedule", "microbatches", "grid", "which", "way"),
     sample(PRODUCT, few(one_of_each(), slice(None, None, 4))),
@@ -145,6 +147,7 @@ def test_shards_may_be_replicated(pools, text, which):
     assert found == [[]] * grid.size
 
 
+@one_in(2)
 @combined(which=(None, "least"), name=("linear", "dropout"))
 def test_replicas_may_have_other_numbers_of_rows(pools, name, which):
     """10 and 6 of 16: every row counts alike, and the losses of a microbatch by its share of all rows."""
@@ -163,6 +166,7 @@ def test_the_order_of_the_sum_shows(schedule):
     assert jobs.differences(step_of(case, generator, plan, handlers.Local()), expected) == []
 
 
+@one_in(2)
 @combined(
     case=few((("tied", "interleaved_zb"), ("layouts", "dualpipe"), ("weighted", "zb_v")), slice(2)),
     which=(None, "least"),
@@ -198,6 +202,7 @@ def test_an_inexact_sum_over_two_dimensions_has_two_levels(pools, text, which):
         assert (moved.get(("gather", "all_gather"), 0) >= size) == (which is not None)
 
 
+@one_in(2)
 @combined(which=(None, "least"), exact=(True, False))
 def test_every_dtype_is_added(pools, which, exact):
     assert pools(6).run(replica_jobs.train_mixed, Grid("dp3 pp2"), which, exact) == [[]] * 6
@@ -271,6 +276,7 @@ def weighed(rank, grid, unlabelled, which):
 # A state of their own
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("replicas", "schedule", "options"),
     few(
@@ -296,6 +302,7 @@ def test_a_state_of_each_replica(replicas, schedule, options):
         assert jobs.differences(found, cases.reference(alone, generator, replace(plan, replicas=1))[-1]) == []
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("text", "schedule", "which"),
     few(
@@ -335,6 +342,7 @@ def test_a_wrong_state_is_refused(wrong):
 # Memory
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "schedule", "way", "resident"),
     sample(
@@ -373,6 +381,7 @@ def test_what_is_released_is_freed(pools, name, schedule, way, resident):
             assert gathers == 2
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("schedule", "resident", "precision"),
     few(
@@ -396,6 +405,7 @@ def test_a_recorder_measures_what_the_account_has(pools, schedule, resident, pre
 # Options
 
 
+@one_in(3)
 @combined(
     name=("attention", "dictionary", "weighted", "dropout"),
     which=(None, "least", "all"),
@@ -414,6 +424,7 @@ def test_batches_and_aux_along_other_axes(pools, which):
     assert pools(4).run(replica_jobs.train_axes, Grid("dp2 pp2"), which) == [[]] * 4
 
 
+@one_in(2)
 @pytest.mark.parametrize("options", few([{"prefetch": 1}, {"prefetch": 4}, {"dynamic": True}], slice(1, None)), ids=str)
 def test_options_of_a_step(pools, options):
     options = {"autodiff": "graph" if "dynamic" in options else "eager", **options}
@@ -541,6 +552,7 @@ SOME = [
 ]
 
 
+@one_in(4)
 @pytest.mark.parametrize("fault", few(FAULTS, SOME))
 def test_what_does_not_fit_is_refused_on_every_process(pools, fault):
     """Before anything travels, so that the handler stays usable."""
@@ -608,6 +620,7 @@ def test_wrong_meshes_are_refused_on_every_process(pools, text, fault, error):
         assert re.search(error, found), found
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("fault", "text", "which", "reason"),
     [

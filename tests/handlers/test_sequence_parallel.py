@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Shard
 import fpipe
 from fpipe import handlers, interop, schedules
 from tests.support import sequence_jobs
-from tests.support.combinations import ALL, few, sample, thorough
+from tests.support.combinations import ALL, few, one_in, sample, thorough
 from tests.support.sequence_jobs import LENGTH, ROWS, WIDTH, by_hand, hand_made
 from tests.support.tensor_jobs import unexpected
 
@@ -77,6 +77,7 @@ def test_lengths_that_are_cut_and_lengths_that_are_not_go_together(pools):
         assert outputs <= 1e-5
 
 
+@one_in(2)
 @pytest.mark.parametrize("dim", [None, 0])
 def test_constrain_places_values_and_their_gradients(pools, dim):
     """As `sequence_parallel` does, whose tokens may come first."""
@@ -110,6 +111,7 @@ FAULTS = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_pieces_that_do_not_fit_are_one_error_on_all_processes(pools, fault):
     for text in pools(4).run(sequence_jobs.unfit, fault, limit=240):

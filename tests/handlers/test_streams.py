@@ -7,7 +7,7 @@ import pytest
 from fpipe import lower
 from fpipe.effects import Offload, Send
 from tests.support import cases, stream_jobs
-from tests.support.combinations import ALL, few, sample, thorough
+from tests.support.combinations import ALL, few, one_in, sample, thorough
 from tests.support.replica_jobs import Grid
 
 NAMES = ["attention", "skip", "tied", "layouts", "dictionary", "dropout", "modules", "twice"]
@@ -29,6 +29,7 @@ TWO = [
 ]
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("schedule", "name", "ranks"),
     [
@@ -53,6 +54,7 @@ REPLAYED = few([("zb_v", "tied"), ("one_f_one_b", "dropout"), ("gpipe", "skip")]
 REPLAYS = [stream_jobs.train_captured, stream_jobs.train_by_pieces]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("job", "schedule", "name"),
     [(job, *each) for i, each in enumerate(REPLAYED) for j, job in enumerate(REPLAYS) if ALL or i % 2 == j],
@@ -92,6 +94,7 @@ def test_every_use_is_ordered_with_replicas(pools, schedule, which):
         assert streams == 2 + sum(rank % 2 in edge for edge in edges) + (1 if which is None else 2)
 
 
+@one_in(3)
 @pytest.mark.parametrize("mutation", few(stream_jobs.MUTATIONS, slice(None, None, 3)))
 def test_a_fault_in_the_order_is_caught(pools, mutation):
     """A rank whose step ends before its sends may be gone before they arrive: then its peer's step fails."""

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support import dimension_jobs, tensor_jobs
-from tests.support.combinations import ALL, PAIRS, few, thorough
+from tests.support.combinations import ALL, PAIRS, few, one_in, thorough
 
 BLOCK = {"all_reduce": 2}
 COUNTS = {
@@ -72,6 +72,7 @@ def forgotten(pools):
         pool.run(tensor_jobs.forget)
 
 
+@one_in(4)
 @pytest.mark.parametrize("fault", few(FAULTS, slice(None, None, 3)))
 def test_what_does_not_fit_is_one_error_on_all_processes(pools, fault):
     """In the first step and in a later one; process 3 of 2 x 2 is wrong, and the step that follows works."""
@@ -86,6 +87,7 @@ def test_eager_autograd_is_refused(pools):
         )
 
 
+@thorough
 @pytest.mark.parametrize("options", few([{"heads": 2}, {"post": True}], slice(1, 2)), ids=str)
 def test_other_models_are_right(pools, options):
     """One head of keys and values, which two processes don't divide, is made whole by each.
@@ -102,6 +104,7 @@ def test_other_models_are_right(pools, options):
             assert re.search(r"the outputs of block.attention.k_proj are .* 1 head of 2, .* leave 'k_proj' out", text)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("operations", "cuts", "dims"),
     [(dimension_jobs.OPERATIONS, range(3), range(-3, 3))]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import fpipe
 from fpipe import Output, Pipeline, Placement, Stage, handlers, schedules
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.jobs import differences, expected_on, handler
 
 PLACEMENTS = {
@@ -54,6 +54,7 @@ def whole(pipeline, params, x, y):
     return loss.detach(), {s: {k: p.grad for k, p in tree.items()} for s, tree in own.items()}
 
 
+@one_in(3)
 @combined(autodiff=["graph", "eager"], name=PLACEMENTS)
 def test_what_is_not_labelled_is_not_counted(name, autodiff):
     schedule, plan, pipeline, params, x, y = case(name, [1, 3])
@@ -80,6 +81,7 @@ def over_ranks(rank, name, steps):
     return found
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["zb_h1", "dualpipe"])
 def test_over_ranks_it_may_be_another_in_each_step(pools, name):
     assert pools(4).run(over_ranks, name, [[1], [], [0, 3]]) == [[[], [], []]] * 4

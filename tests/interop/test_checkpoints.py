@@ -26,7 +26,7 @@ import fpipe
 from fpipe import Pipeline, Placement, Stage, TransportError, handlers, interop, schedules
 from fpipe.interop import CheckpointError
 from tests.support import cases, models
-from tests.support.combinations import ALL, LEVEL, few, sample, thorough
+from tests.support.combinations import ALL, LEVEL, few, one_in, sample, thorough
 from tests.support.forked import CONTEXT
 from tests.support.jobs import differences, handler
 from tests.support.shards import Replicated, mesh_of
@@ -1033,6 +1033,7 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(x)))
 
 
+@one_in(2)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_checkpoint_of_the_other_mode_names_the_way_out(tmp_path, training):
     def split(training):
@@ -1115,6 +1116,7 @@ class Masked(nn.Module):
         return self.second(self.first(x) * self.mask * self.scale)
 
 
+@one_in(3)
 @pytest.mark.parametrize("by", ["split", "split on meta", "from_modules"])
 def test_an_export_is_a_state_dict_of_the_module(tmp_path, by):
     load_file = pytest.importorskip("safetensors.torch", reason="safetensors is not installed").load_file

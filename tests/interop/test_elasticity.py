@@ -11,7 +11,7 @@ from fpipe.costs import Shared
 from fpipe.effects import Activation, Forward, Residuals
 from fpipe.schedules import search
 from tests.support import elastic_jobs
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 from tests.support.jobs import differences
 
 FOUR = Pipeline([elastic_jobs.layer] * 4)
@@ -42,6 +42,7 @@ def test_with_four_ranks_then_three_then_two_the_loss_curve_is_the_same_to_the_b
     assert "; before: 3 processes, zb-auto on Placement((0, 1, 2, 0))" in texts[2]
 
 
+@thorough
 @pytest.mark.parametrize("at", few([["2"], ["1", "3"]], [["1", "3"]]))
 def test_with_other_cuts_the_loss_curve_is_the_same_within_rounding(tmp_path, at):
     """The job goes on with fewer stages than it had."""
@@ -102,6 +103,7 @@ def test_all_ranks_come_to_the_same_plan_within_the_limit(pools):
     assert pools(3).run(elastic_jobs.choose, [{"costs": SIZED, "names": ["gpipe"]}])[0][1] > 120
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -14,7 +14,7 @@ import fpipe
 from fpipe import Placement, StageError, handlers, interop, schedules
 from tests.support import split_cases
 from tests.support.cases import mse
-from tests.support.combinations import few
+from tests.support.combinations import few, one_in, thorough
 
 
 def test_a_cut_inside_autocast_and_inside_no_grad():
@@ -291,6 +291,7 @@ KEPT = [under_autocast, autocast_within, enabled_again, decorated, inferred, by_
 KEPT += [written_later, filled_without, buffer_without, whole_without, counted, averaged, given_away, mapped]
 
 
+@one_in(4)
 @pytest.mark.parametrize("forward", few(KEPT, slice(None, None, 2)), ids=lambda f: f.__name__)
 def test_what_has_no_gradients_has_none(forward):
     torch.manual_seed(0)
@@ -391,6 +392,7 @@ def mapped(m, x):
     return torch.vmap(Mapped.apply)(m.a(x))
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("forward", "says"),
     [
@@ -437,6 +439,7 @@ def by_length(m, x):
     return m.a(x) * len(x)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("forward", "shapes", "right", "wrong", "says"),
     [
@@ -528,6 +531,7 @@ class CausalModel(nn.Module):
         return self.head(self.transformer(x, x, tgt_mask=mask, **self.options))
 
 
+@thorough
 def test_a_mask_of_a_transformer_comes_with_what_it_is():
     x = torch.randn(2, 3, 8)
     with pytest.raises(StageError, match=r"looks at the values of a mask: give the transformer tgt_is_causal="):
@@ -594,6 +598,7 @@ class Masked(Forward):
 X = torch.randn(4, 6)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("given", "batch", "says"),
     [

@@ -10,7 +10,7 @@ from fpipe import Pipeline, Placement, handlers, interop, transforms
 from fpipe.interop.adapters.adapted import Adapted
 from fpipe.profiling.live_bytes import peak_bytes
 from tests.support import cases, jobs, replica_jobs
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 from tests.support.replica_jobs import Grid
 from tests.support.shards import whole
 from tests.support.trees import Pair
@@ -63,6 +63,7 @@ def attention():
     return pipeline, params, torch.randint(0, 10, (6, 5)), torch.randn(6, 5, 4)
 
 
+@one_in(3)
 @pytest.mark.filterwarnings("error:.*traced")
 @pytest.mark.parametrize(
     ("model", "at", "options", "trained"),

@@ -26,7 +26,7 @@ from fpipe.interop.checkpoints.memory_reader import MemoryReader
 from fpipe.interop.checkpoints.room import Room, room_in
 from fpipe.interop.checkpoints.slots import Slot, Stored, files_of, stored_in
 from tests.support import memory_jobs, run_jobs
-from tests.support.combinations import ALL, thorough
+from tests.support.combinations import ALL, one_in, thorough
 from tests.support.jobs import differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +69,7 @@ def assert_kept(path, steps):
     assert parts(path)[1] == steps
 
 
+@one_in(3)
 @pytest.mark.parametrize(("at", "every"), [(0, 1), (1, 1), (4, 1), (7, 1), (7, 3)])
 def test_a_run_goes_on_with_the_step_in_memory_to_the_same_bits(begin, tmp_path, whole, at, every):
     def start():
@@ -80,6 +81,7 @@ def test_a_run_goes_on_with_the_step_in_memory_to_the_same_bits(begin, tmp_path,
     assert not differences(run_jobs.train(run, *rest), whole)
 
 
+@thorough
 def test_it_may_be_stopped_again_and_again(begin, whole):
     for at in (1, 2, 3, 3, 6, 6, 11):
         assert stopped(at, begin).step == at
@@ -252,6 +254,7 @@ def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(be
     assert [*(tmp_path / "shm").iterdir()] == []
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["000001.0", "000000.lock"])
 def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, name):
     """Root looks into the folders of all users."""
@@ -343,6 +346,7 @@ def test_no_room_is_an_error_before_the_first_step_with_the_bytes(begin, tmp_pat
     assert begin()[0].step == 0
 
 
+@one_in(2)
 @pytest.mark.parametrize("apart", [False, True])
 def test_room_is_for_all_processes_of_a_host_together(pools, tmp_path, apart):
     """Each of two has room for itself, and one of them for both."""
@@ -494,6 +498,7 @@ def test_whenever_a_process_is_killed_a_step_is_whole(fresh_pool, tmp_path, _):
     assert parts(tmp_path)[1]
 
 
+@thorough
 def test_another_placement_on_the_same_host_loads_them(begin, pools, tmp_path, whole):
     pools(2).run(memory_jobs.stopped, str(tmp_path), 7)
     assert stopped(9, begin).step == 9
@@ -503,6 +508,7 @@ def test_another_placement_on_the_same_host_loads_them(begin, pools, tmp_path, w
     assert [*(tmp_path / "shm").iterdir()] == []
 
 
+@thorough
 def test_a_part_that_is_missing_sends_all_ranks_to_disk(pools, tmp_path):
     pools(2).run(memory_jobs.stopped, str(tmp_path), 7)
     folder, _ = parts(tmp_path)
@@ -596,6 +602,7 @@ def test_with_copies_that_are_behind_a_step_is_whole_whichever_host_is_lost(pool
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
 
 
+@one_in(3)
 @pytest.mark.parametrize("fails", ["no room", "another sum", None])
 def test_a_step_is_fetched_over_the_least_useful_one_and_only_when_it_is_whole(pools, tmp_path, whole, fails):
     """A host has lost its newest step, and kept those before."""

@@ -14,7 +14,7 @@ from torch import nn
 import fpipe
 from fpipe import Placement, StageError, handlers, interop, schedules
 from tests.support.cases import mse
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in, thorough
 from tests.support.jobs import differences
 
 
@@ -303,6 +303,7 @@ def same_as(module, cut, autodiff):
         torch.testing.assert_close(named[name], torch.zeros_like(own[name]) if gradient is None else gradient)
 
 
+@one_in(3)
 @combined(
     module=[
         lambda: Summing(lambda m: {"scale": torch.full((4,), 3.0), "more": (torch.ones(4),)}),
@@ -418,6 +419,7 @@ class Passing(nn.Module):
         return x * self.left["sum"]
 
 
+@one_in(4)
 @pytest.mark.parametrize("autodiff", ["graph", "eager"])
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -464,6 +466,7 @@ DRAWS = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_random_numbers_that_are_not_torchs_are_drawn_anew(draw):
     class Drawing(nn.Linear):
@@ -568,6 +571,7 @@ def test_lazy_modules_are_run_first(cut):
         cut(nn.LazyLinear(4))
 
 
+@thorough
 def test_of_a_compiled_module_the_one_inside_is_cut():
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     compiled = torch.compile(module)

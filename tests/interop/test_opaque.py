@@ -9,7 +9,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from fpipe import StageError, handlers, interop
 from tests.support import split_cases
 from tests.support.cases import mse
-from tests.support.combinations import combined, thorough
+from tests.support.combinations import combined, one_in, thorough
 
 
 class Scaled(Function):
@@ -91,6 +91,7 @@ def case():
     return split_cases.Case(Layers(), torch.randn(6, 4), torch.randn(6, 4), mse, {})
 
 
+@one_in(2)
 @combined(autodiff=["eager", "graph"], name=["gpipe", "zb_h1"])
 def test_gradients_of_their_own_are_those_of_the_module(case, name, autodiff):
     pipeline, params = interop.split(case.module, at=["force", "last"], example=case.batch[:3], loss=mse)

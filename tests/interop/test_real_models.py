@@ -11,7 +11,7 @@ import torch
 from fpipe import Batch, Output, handlers, interop
 from fpipe.interop.splitting import split as splitting
 from tests.support import split_cases, split_jobs
-from tests.support.combinations import combined, few, sample, thorough
+from tests.support.combinations import combined, few, one_in, sample, thorough
 from tests.support.jobs import differences, same
 from tests.support.sharing import sharing
 
@@ -34,6 +34,7 @@ def expected(name, stages):
     return split_cases.run(split_cases.step(pipeline, handlers.Reference(), autodiff="eager"), case, params, state)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "stages"), sample(EVERY, few(FOUR, FOUR[:2])))
 def test_loss_and_gradients_are_the_unsplit_modules(name, stages):
     case, pipeline, *_ = split_cases.split(name, stages)
@@ -107,6 +108,7 @@ def test_in_float32(name):
 # As they are split
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", sample(split_cases.CASES, ("unet", "gpt", "llama")))
 def test_the_state_dict_goes_in_and_out(name):
     case, pipeline, params, state = split_cases.split(name, 4)

@@ -13,7 +13,7 @@ import torch
 
 from fpipe import handlers, interop
 from tests.support import run_jobs
-from tests.support.combinations import ALL, few
+from tests.support.combinations import ALL, few, one_in, thorough
 from tests.support.jobs import differences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,7 @@ def test_a_run_that_has_ended_does_nothing(tmp_path, whole):
     assert len(names(tmp_path)) == 3
 
 
+@one_in(3)
 @pytest.mark.parametrize("at", [0, 6, 9])
 def test_an_error_saves_nothing_and_the_next_start_goes_on_with_the_same_bits(tmp_path, whole, at):
     def fails(i):
@@ -115,6 +116,7 @@ def test_the_last_state_is_saved_where_the_save_before_it_has_failed(tmp_path, c
     assert "OSError: [Errno 28] No space left on device" in caplog.text
 
 
+@one_in(3)
 @pytest.mark.parametrize("guilty", [[0], [1], [0, 1]])
 def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path, whole, guilty):
     assert pools(2).run(run_jobs.asked, str(tmp_path), guilty, 7) == [(143, 8)] * 2
@@ -123,6 +125,7 @@ def test_all_ranks_save_the_same_step_whichever_gets_the_signal(pools, tmp_path,
     assert not differences({**ends[0]["params"], **ends[1]["params"]}, whole["params"])
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("shape", "guilty"), few([((2, 2), [2]), ((1, 2), [1]), ((2,), [1]), ((2, 2), [0, 3])], slice(3))
 )
@@ -133,6 +136,7 @@ def test_all_processes_of_a_mesh_save_the_same_step(pools, tmp_path, shape, guil
     assert names(tmp_path) == ["000001-step-5", "000002-step-9"]
 
 
+@thorough
 def test_a_run_without_tensor_parallelism_leaves_though_the_one_before_had_some(pools, tmp_path):
     """Its ranks leave by themselves: the other pipeline has nothing to do with it, and goes on."""
     outcomes = pools(4).run(run_jobs.asked_after_a_mesh, str(tmp_path))

@@ -17,7 +17,7 @@ from fpipe.interop.checkpoints.safetensors import DTYPES
 from fpipe.interop.checkpoints.slots import stored_in
 from fpipe.stages.sharding import is_dtensor, local, placed_alike
 from tests.support import cases
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 from tests.support.jobs import differences
 from tests.support.shards import Replicated, mesh_of, values, whole
 
@@ -132,6 +132,7 @@ SAVED = [((4,), 1, True), ((2, 2), 1, True), ((2,), 2, True), ((4,), 1, False), 
 LOADED = [((3,), 1, "sharded"), ((2, 2), 1, "meta"), ((2,), 2, "sharded"), ((2,), 1, "whole")]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("shape", "ranks", "is_sharded"), few(SAVED, SAVED[1::2]))
 def test_a_checkpoint_is_loaded_over_any_number_of_replicas_and_whole(pools, tmp_path, shape, ranks, is_sharded):
     size = prod(shape) * ranks
@@ -375,6 +376,7 @@ def load_parts(rank, shape, folder):
     return differences(whole(loaded), expected), placed, fits
 
 
+@one_in(2)
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)], ids=str)
 def test_tensor_parallel_checkpoints_are_loaded_over_any_mesh_and_whole(pools, tmp_path, shape):
     """Where one process fails, all do, and nothing is left; a save in the background has the pieces of its call."""

@@ -20,7 +20,7 @@ from fpipe.interop.splitting.export import export
 from fpipe.interop.splitting.partition import Flow
 from tests.support import split_cases
 from tests.support.cases import mse
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 from tests.support.jobs import differences
 from tests.support.models import TiedGPT, UNet
 
@@ -516,6 +516,7 @@ def test_materialise_refuses_a_value_that_is_only_scaled(dtype):
         interop.materialise(pipeline)
 
 
+@one_in(3)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float8_e5m2fnuz])
 def test_materialise_tells_what_nothing_sets_of_any_type(dtype):
     class Masking(nn.Module):

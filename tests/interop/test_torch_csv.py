@@ -32,7 +32,7 @@ from fpipe.interop.torch_csv import from_csv, to_csv
 from fpipe.schedules import from_table, gpipe, interleaved_1f1b
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import torch_jobs
-from tests.support.combinations import examples, few
+from tests.support.combinations import examples, few, one_in
 from tests.support.torch_jobs import as_text, loaded, stand_ins
 
 TRANSPORTS = ("async", "paired", "rendezvous")
@@ -165,6 +165,7 @@ def test_what_runs_is_gathered(schedule, plan, gathered):
         assert not held
 
 
+@one_in(4)
 @pytest.mark.parametrize(("name", "ranks", "chunks", "microbatches"), list(torchs_grid()))
 def test_torchs_tables_are_read_verified_and_written_as_torch_writes_them(name, ranks, chunks, microbatches):
     theirs = torchs(name, ranks, chunks, microbatches)
@@ -215,6 +216,7 @@ def plans():
             yield pytest.param(entry, ranks, microbatches, id=f"{name}-{ranks}-{microbatches}")
 
 
+@one_in(4)
 @pytest.mark.parametrize(("entry", "ranks", "microbatches"), list(plans()))
 def test_ours_load_and_simulate_in_torch(entry, ranks, microbatches):
     plan = entry.plan(ranks, microbatches)
@@ -388,6 +390,7 @@ def test_receives_that_torch_defers_come_out_of_order(pools):
         assert right == (wrong == [[], []]), (name, microbatches, wrong)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "chunks", "microbatches", "reduction"),
     few(

@@ -9,6 +9,7 @@ from torch.distributed.pipelining import SplitPoint, pipe_split, pipeline
 import fpipe
 from fpipe import Placement, StageError, handlers, interop, schedules
 from tests.support.cases import mse
+from tests.support.combinations import one_in
 from tests.support.jobs import differences
 
 SPLIT = {"b": SplitPoint.BEGINNING, "c": SplitPoint.BEGINNING}
@@ -52,6 +53,7 @@ def made(kind):
     return module, pipe, inputs
 
 
+@one_in(4)
 @pytest.mark.parametrize("schedule", [schedules.gpipe, schedules.one_f_one_b, schedules.zb_h1])
 @pytest.mark.parametrize("kind", [Skips, Marked])
 def test_its_gradients_are_the_modules(kind, schedule):

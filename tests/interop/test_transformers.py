@@ -128,6 +128,7 @@ def t5():
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0))
 
 
+@thorough
 def test_a_part_of_a_model_takes_no_names_of_another_part(tmp_path):
     whole = t5()
     whole.save_pretrained(tmp_path)

@@ -5,7 +5,7 @@ import re
 import torch
 
 from tests.support import context_jobs as jobs
-from tests.support.combinations import combined, few
+from tests.support.combinations import combined, few, one_in
 from tests.support.replica_jobs import Grid
 
 MESHES = ("pp1 cp2", "pp2 cp2", "pp1 dp2 cp2")
@@ -15,6 +15,7 @@ def fits(text, schedule, **_):
     return (schedule == "1f1b") == (text != "pp1 cp2") or schedule in ("zb-v", "gpipe")
 
 
+@one_in(3)
 @combined(
     text=few(MESHES, slice(2)),
     schedule=("gpipe", "1f1b", "zb-v"),

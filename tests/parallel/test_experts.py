@@ -8,7 +8,7 @@ import torch
 
 from fpipe import parallel
 from tests.support import expert_jobs
-from tests.support.combinations import few, sample, thorough
+from tests.support.combinations import few, one_in, sample, thorough
 from tests.support.replica_jobs import Grid
 
 
@@ -121,6 +121,7 @@ def fits(schedule, k, factor, text, sums, masked):
 ROWS = [row for row in product(SCHEDULES, (1, 2), (None, 0.75), GRIDS, SUMS, (False, True)) if fits(*row)]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("schedule", "k", "factor", "text", "sums", "masked"), sample(ROWS, few(QUICK, [QUICK[0], QUICK[2]]))
 )
@@ -152,6 +153,7 @@ def test_training_and_checkpoints_on_another_mesh(pools, tmp_path):
     assert max(pools(2).run(expert_jobs.load_and_train, Grid("dp2 ep1 pp1"), tmp_path)) < 1e-5
 
 
+@thorough
 def test_a_profile_has_the_experts_of_one_process(pools):
     (sizes, seconds), others = pools(2).run(expert_jobs.profiled, Grid("ep2 pp1"))
     assert (sizes, seconds) == others

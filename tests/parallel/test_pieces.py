@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support import piece_jobs as jobs
-from tests.support.combinations import few, thorough
+from tests.support.combinations import few, one_in, thorough
 from tests.support.pool import Pool
 
 
@@ -84,6 +84,7 @@ def new_pool():
     pool.close()
 
 
+@one_in(2)
 @pytest.mark.parametrize("which", ["local", "distributed"])
 def test_different_collectives_are_one_error_on_all_ranks(new_pool, which):
     here, there = new_pool.run(jobs.different, which)

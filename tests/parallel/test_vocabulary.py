@@ -6,7 +6,7 @@ import torch
 from fpipe import StageError, handlers
 from fpipe.parallel import Vocabulary
 from tests.support import vocabulary_jobs as jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.jobs import differences
 
 OPTIONS = {"tied": {}, "untied": {"tied": False}, "smooth": {"label_smoothing": 0.1}, "sum": {"reduction": "sum"}}
@@ -26,6 +26,7 @@ def test_loss_and_gradients_are_the_undivided_models(ranks, kind):
         assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
+@one_in(3)
 @combined(
     ranks=[2, 3], kind=OPTIONS, schedule=["vocabulary_1f1b", "gpipe"], autodiff=["graph", "eager"], microbatches=[1, 4]
 )
@@ -36,6 +37,7 @@ def test_local_has_the_references_bits(ranks, kind, schedule, autodiff, microbat
     assert differences(found, expected) == []
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_gloo_has_the_references_bits(pools, kind):
     assert pools(2).run(jobs.train, 2, OPTIONS[kind]) == [[]] * 2

@@ -20,7 +20,7 @@ from fpipe.programs.memory import live_bytes
 from fpipe.stages.pytree import flatten
 from tests.support import cases, jobs, live_jobs
 from tests.support.catalogue import ORDERS
-from tests.support.combinations import combined, few, sample, thorough
+from tests.support.combinations import combined, few, one_in, sample, thorough
 
 # Of a call
 
@@ -135,6 +135,7 @@ def test_a_rank_that_is_not_played_here_holds_nothing():
 # As predicted
 
 
+@one_in(3)
 @combined(
     name=["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"],
     policy=["everything", "cheap", "dots", "nothing"],
@@ -159,6 +160,7 @@ def test_stages_that_are_not_trained_hold_what_is_predicted(name, kind, trained,
     check(*live_jobs.compared(0, kind, schedule, place, 4, handlers.Local(), trained=trained))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "kind"), few(zip(cases.MOVING, cycle(["layers", "blocks", "skip"]), strict=False), slice(None, None, 2))
 )
@@ -167,6 +169,7 @@ def test_residuals_on_the_host_and_those_that_are_recomputed_are_not_on_the_devi
         check(*found)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     sample(
@@ -253,6 +256,7 @@ def test_profile_says_what_is_shared_and_what_is_read(autodiff):
     assert {Activation(0, 0), Residuals(0, 0), Residuals(1, 0), Deferred(1, 0)} <= {*output}
 
 
+@one_in(3)
 @pytest.mark.parametrize("placement", [Placement.loop(2), Placement.v(2), Placement((0, 1, 2, 1))])
 def test_a_profile_counts_the_tied_parameters_that_each_rank_is_given(placement):
     case = cases.attention(placement.stages, tied=True)

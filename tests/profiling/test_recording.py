@@ -15,7 +15,7 @@ from fpipe.tables import LANES, TABLE
 from fpipe.timelines.measurement import Account
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, grid_jobs, jobs
-from tests.support.combinations import few
+from tests.support.combinations import few, one_in
 
 PLANS = {
     "gpipe": (schedules.gpipe, Plan(Placement.loop(3), 4)),
@@ -432,6 +432,7 @@ def test_one_rank_alone_has_an_account_but_no_timeline():
         part.timeline()
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "schedule", "ranks"),
     [

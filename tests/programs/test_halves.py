@@ -9,7 +9,7 @@ from fpipe import Costs, Edges, Placement, Plan, ScheduleError, draw, lower, sch
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Gradient, Overlap, Recv, Reduce, Send, parts
 from fpipe.programs.lowering import forward_only
 from fpipe.programs.verifier import check
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.programs import written
 
 CHAIN = Plan(Placement.loop(3), 3)
@@ -103,6 +103,7 @@ def needed(plan):
 SKIPS = Edges([(), (), (0,), (0, 1), (2, 3), (4,)])
 
 
+@one_in(4)
 @combined(
     schedule=[
         *("gpipe", "1f1b", "zb-h1", "zb-h2", "looped-bfs", "interleaved-1f1b", "interleaved-zb"),

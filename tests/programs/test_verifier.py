@@ -32,7 +32,7 @@ from fpipe.programs.program import Program
 from fpipe.programs.transports import TRANSPORTS
 from fpipe.programs.verifier import check, verify
 from fpipe.schedules import CATALOGUE, gpipe, interleaved_1f1b, one_f_one_b
-from tests.support.combinations import examples
+from tests.support.combinations import examples, one_in
 from tests.support.programs import (
     B0,
     B1,
@@ -858,6 +858,7 @@ def test_steps_are_verified_when_they_are_made():
         fpipe.evaluate(pipeline, PAIR, handler=handlers.Local(), schedule=ahead)
 
 
+@one_in(4)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_transport_runs_what_was_lowered_for_it(name, transport):

@@ -21,7 +21,7 @@ from fpipe.schedules import from_table, gpipe, updating
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import vocabulary_jobs
 from tests.support.cases import MOVING
-from tests.support.combinations import LEVEL, PAIRS, examples, few, thorough
+from tests.support.combinations import LEVEL, PAIRS, examples, few, one_in, thorough
 from tests.support.sharing import sharing
 
 SCHEDULES = {name: (lambda plan, e=entry: e.schedule(plan), entry.plan) for name, entry in CATALOGUE.items()}
@@ -185,6 +185,7 @@ STEP = (128, 32, 1)[LEVEL]
 """Of so many effects of a rank one has a fault."""
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "frozen"),
     [
@@ -216,6 +217,7 @@ def test_a_small_program_with_one_fault(name, frozen):
     assert tried >= 2
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", few(KINDS, KINDS[:5]))
 def test_every_fault_of_two_ranks(name):
     """What comes later may be harmless; anything else is refused, but that residuals are saved, not recomputed.

@@ -23,7 +23,7 @@ from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.partitions import Partition, balanced, even, levelled
 from fpipe.schedules.space import limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
-from tests.support.combinations import examples, few, thorough
+from tests.support.combinations import examples, few, one_in, thorough
 
 UNEVEN = Costs(
     forward=[0.2, 1, 1, 2, 1, 1, 4],
@@ -180,6 +180,7 @@ def profiled(cuts):
     return pipeline, params, fpipe.profile(pipeline, params, batch, target, repeats=1)
 
 
+@one_in(2)
 @pytest.mark.parametrize("cuts", few([(3,), (2, 5), (1, 3), (4, 5)], slice(2)))
 def test_the_bytes_of_stages_are_those_that_a_profile_of_them_has(cuts):
     fine, _, costs = profiled([1, 2, 3, 4, 5])
@@ -229,6 +230,7 @@ def test_layers_that_are_not_all_or_none_are_refused():
 # Layouts
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches"), few([("1f1b", 3, 4), ("zb-h1", 2, 3), ("zb-v", 2, 4), ("1f1b", 4, 4)], slice(3))
 )
@@ -339,6 +341,7 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
     assert not any(isinstance(effect, Offload) for program in programs.values() for effect in program)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -380,6 +383,7 @@ def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
 SMALL = Costs(residuals=10, parameters=10, offload=0.05, fetch=0.05)
 
 
+@thorough
 def test_more_schedules_never_hide_one_that_keeps_to_the_limit():
     """DualPipe is faster, and its parameters alone exceed the limit."""
     one = search(of_layers(8, 4, 8), SMALL, memory_limit_bytes=140, layouts=True, names=["1f1b"])

@@ -13,7 +13,7 @@ from fpipe.schedules import lower_bound, v_auto, zb_auto
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
 from fpipe.schedules.work import Room, Work
-from tests.support.combinations import examples, few, thorough
+from tests.support.combinations import examples, few, one_in, thorough
 
 # Ranks, microbatches, F, B, W, c, residuals, deferred, limit, factors of microbatches: cost. Proved with OR-tools by
 # tests/support/optima.py.
@@ -37,6 +37,7 @@ OPTIMA = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("instance", OPTIMA)
 def test_optima(instance):
     p, m, f, b, w, c, residuals, deferred, limit, scale = instance
@@ -63,6 +64,7 @@ def test_near_the_bound_at_twice_the_ranks(size, times, deferred):
     check_near(size, times, deferred)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("size", "times", "deferred"),
     [((8, 24), TIMES[1], 0.5), ((8, 24), TIMES[2], 1), ((16, 64), TIMES[3], 0.5)],

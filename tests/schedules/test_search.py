@@ -293,6 +293,7 @@ def test_of_results_that_cost_the_same_the_one_of_fewest_stages_is_found():
     assert (found.plan.stages, found.timeline.cost, found.lower_bound) == (1, 3, 3)
 
 
+@thorough
 def test_copies_of_tied_parameters_count_whatever_the_cut():
     costs = Costs(forward=[1, 2, 3, 2], tied=[(4, (0, 3))], parameters=[5, 1, 1, 1])
     with pytest.raises(ScheduleError, match="keeps to 12 B on a rank: the least is 20 B"):

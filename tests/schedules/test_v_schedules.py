@@ -19,7 +19,7 @@ from fpipe.schedules.table import from_table
 from fpipe.schedules.v_blocks import IA, SHAPES, STRETCHES, Shape, block, effects, fitted, in_flight, repeat
 from fpipe.schedules.work import Work
 from fpipe.schedules.zb_v import zb_v
-from tests.support.combinations import examples, few, sample, thorough
+from tests.support.combinations import examples, few, one_in, sample, thorough
 
 PEAKS = {zb_v: lambda p: p, v_half: lambda p: (p + 2) // 2, v_min: lambda p: (p + 4) // 3}  # FIGURES: microbatches
 
@@ -63,6 +63,7 @@ def test_timelines(schedule, plan, timeline):
     assert draw(schedule, plan) == cleandoc(timeline)
 
 
+@one_in(4)
 @pytest.mark.parametrize("p", range(1, 13))
 def test_zb_v_has_no_bubble(p):
     for m in (2 * p - 1, 2 * p, 3 * p):
@@ -183,6 +184,7 @@ BEST = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize(("p", "times"), sample([*BEST], [(p, times) for p, times in BEST if p < 4]))
 def test_every_limit_has_the_best_known_order(p, times):
     """Never slower than with less memory, nor than a named schedule, nor faster than the bound."""
@@ -271,6 +273,7 @@ def test_where_costs_are_equal_the_order_by_hand_is_kept():
         assert draw(partial(schedule, costs=Costs(2, 2, 2)), v(p, m)) == draw(schedule, v(p, m))
 
 
+@one_in(3)
 @pytest.mark.parametrize(("schedule", "by_hand", "by_costs"), [(zb_v, 118, 117), (v_half, 149, 125), (v_min, 181, 153)])
 def test_costs_change_the_order_for_the_better(schedule, by_hand, by_costs):
     """An input gradient that takes as long as the other two: 112 at least."""

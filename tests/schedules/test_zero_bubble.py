@@ -17,7 +17,7 @@ from fpipe.schedules.work import Work, table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 from fpipe.timelines.simulator import simulate_programs
-from tests.support.combinations import examples, sample
+from tests.support.combinations import examples, one_in, sample
 
 lowered = cache(lower)
 
@@ -96,6 +96,7 @@ def test_cost_of_h1(p, m):
                 assert bubble == f + b - w + 4 * c  # table 2
 
 
+@one_in(4)
 @pytest.mark.parametrize(("p", "m"), [*SHAPES, (2, 3), (3, 5), (4, 7)])
 def test_cost_of_h2(p, m):
     plan = chain(p, m)

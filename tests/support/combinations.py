@@ -1,7 +1,8 @@
 """Which rows of several axes a test has, by the level of tests in FPIPE_TESTS.
 
-By default, every value is in a row. FPIPE_TESTS=pairs has rows with every pair, more of the values that take much the
-same way, and tests that combine what others check; FPIPE_TESTS=all has the full products.
+By default, every value is in a row, and of rows that take long some run. FPIPE_TESTS=pairs has rows with every pair,
+more of the values that take much the same way, and tests that combine what others check; FPIPE_TESTS=all has the full
+products.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def few(values: Collection[Any], chosen: Sequence[Any] | slice) -> list[Any]:
     assert chosen
     assert all(each in listed for each in chosen)
     return listed if PAIRS else chosen
+
+
+def one_in(count: int) -> pytest.MarkDecorator:
+    """Of a test whose rows take long and much the same way: by default every `count`th of them, from the first on."""
+    return pytest.mark.one_in(count)
 
 
 thorough = pytest.mark.thorough

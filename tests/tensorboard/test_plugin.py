@@ -30,6 +30,7 @@ from fpipe.timelines.comparison import Difference
 from fpipe.timelines.what_if import WhatIf, what_if
 from tests.support.board import Board
 from tests.support.captures import record
+from tests.support.combinations import one_in
 from tests.support.tab import large
 
 PLAN = Plan(Placement.v(2), 4)
@@ -89,6 +90,7 @@ def board(request, tmp_path_factory):
         yield board, logdir
 
 
+@one_in(2)
 def test_no_capture_is_dropped(board):
     """Of a tag with many steps TensorBoard would keep a few, at random."""
     captures = board[0].json("index")["captures"]
@@ -262,6 +264,7 @@ def test_steps_that_come_later_are_seen(board):
     assert [c["step"] for c in index["captures"] if c["experiment"] == "late"] == [1, 2]
 
 
+@one_in(4)
 @pytest.mark.parametrize(("form", "kind"), [("json", "application/json"), ("csv", "text/csv"), ("png", "image/png")])
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_capture_is_exported(board, form, kind, pack, tmp_path):

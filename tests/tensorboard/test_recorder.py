@@ -28,7 +28,7 @@ from fpipe.tensorboard.recording import recorder as recorder_of
 from fpipe.tensorboard.recording.device_clock import NUMBERS, Kept, Marks, Numbers
 from fpipe.timelines.measurement import Columns
 from tests.support import cases, grid_jobs, jobs, live_jobs
-from tests.support.combinations import combined, few, thorough
+from tests.support.combinations import combined, few, one_in, thorough
 from tests.support.curves import scalars
 from tests.support.fake_device import FakeDevice
 
@@ -43,6 +43,7 @@ def train(recorder, steps, schedule="one_f_one_b", case="attention", ranks=2, mi
     return [step(case.params, case.batch, case.target, rng=(0, i)) for i in range(steps)]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("options", "captured"),
     few(
@@ -114,6 +115,7 @@ def test_a_prediction_is_the_simulation_at_the_measured_costs(tmp_path):
     assert predicted.idle == pytest.approx([0.0], abs=1e-12)
 
 
+@one_in(3)
 @combined(kind=live_jobs.KINDS, name=["gpipe_v", "interleaved_zb", "zb_v", "dualpipe_v"])
 def test_what_is_held_is_what_the_verifier_predicts(tmp_path, kind, name):
     """The verifier's figures are held against the allocator's own in tests of live bytes."""

@@ -15,7 +15,7 @@ from fpipe.schedules import CATALOGUE
 from fpipe.tables import TABLE
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases
-from tests.support.combinations import examples, few
+from tests.support.combinations import examples, few, one_in, thorough
 
 
 def least(schedule, plan, costs, **options):
@@ -34,6 +34,7 @@ def steps(samples):
     return [each for before, each in zip([(0, 0), *samples], samples, strict=False) if each[1] != before[1]]
 
 
+@one_in(3)
 @pytest.mark.parametrize("p", few(range(3, 9), (3, 4, 8)))
 def test_the_least_limit_of_1f1b_at_no_time_lost(p):
     # Copies that take `out` go one after the other from the first forward's end on, and rank 0 is fullest at the end of
@@ -84,6 +85,7 @@ COSTS = st.builds(
 )
 
 
+@thorough
 @settings(max_examples=examples(150))
 @given(
     name=st.sampled_from([n for n in CATALOGUE if n not in ("v-auto", "zb-auto")]),

@@ -16,7 +16,7 @@ from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 from tests.profiling.test_recording import by_hand
 from tests.support import slow_rank_jobs
-from tests.support.combinations import thorough
+from tests.support.combinations import one_in, thorough
 from tests.timelines.test_comparison import without
 from tests.timelines.test_simulator import planned
 
@@ -79,6 +79,7 @@ CASES = {  # what is wrong -> the schedule and costs with it and without, the fi
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_made_slow_comes_first_and_wins_what_its_absence_does(name):
     slow, well, what, headline = CASES[name]

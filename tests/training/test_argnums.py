@@ -7,7 +7,7 @@ import fpipe
 from fpipe import Batch, Microbatches, Output, Pipeline, Placement, Stage, handlers, interop
 from tests.support import argnums_jobs, cases
 from tests.support.argnums_jobs import ALL, several_readers
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.jobs import WAYS, differences
 from tests.support.sharing import Sharing, sharing
 
@@ -18,6 +18,7 @@ def step_of(pipeline, schedule, plan, handler, **options):
     return fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, **options)
 
 
+@one_in(4)
 @combined(
     name=argnums_jobs.NAMES,
     schedule=SCHEDULES,
@@ -62,6 +63,7 @@ def test_torch_gives_the_same_bits(handler, autodiff):
     assert differences((of_batch, of_target), (expected, torch.cat(targets))) == []
 
 
+@one_in(2)
 @pytest.mark.parametrize("capture", [False, True])
 def test_each_rank_has_the_whole_gradient_of_the_leaves_that_it_reads(pools, capture):
     assert pools(2).run(argnums_jobs.partial_batches, capture) == [[], []]

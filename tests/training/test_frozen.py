@@ -12,7 +12,7 @@ from fpipe import Pipeline, Placement, Stage, StageError, handlers, interop
 from fpipe.effects import Backward, BackwardInput, BackwardWeight
 from fpipe.programs.lowering import lower
 from tests.support import cases, jobs
-from tests.support.combinations import combined
+from tests.support.combinations import combined, one_in
 from tests.support.sharing import sharing
 
 TRAINED = {
@@ -66,6 +66,7 @@ WAYS = {
 }
 
 
+@one_in(4)
 @pytest.mark.filterwarnings("ignore:stage .* runs without graphs")
 @combined(
     name=["linear", "skip", "tied", "twice", "dropout", "modules", "weighted"],
@@ -89,6 +90,7 @@ def over_gloo_with(rank, options, *args):
     return differing(jobs.handler(), *args, rank=rank, **options)
 
 
+@one_in(3)
 @combined(name=["linear", "skip", "tied"], trained=[trained for trained in TRAINED if trained != "none"])
 def test_the_gradients_are_those_of_the_plain_function(name, trained):
     """Within rounding; a param that is not trained gets None."""

@@ -13,12 +13,13 @@ from fpipe import Pipeline, Placement, handlers, interop, schedules
 from fpipe.training.post_validation import Late, LateNumber
 from tests.support import fault_jobs
 from tests.support import post_validation_jobs as jobs
-from tests.support.combinations import combined, sample
+from tests.support.combinations import combined, one_in, sample
 from tests.support.jobs import differences
 
 NOT_READ, BY_RANK_0, BY_ALL = (), (0,), (0, 1, 2)
 
 
+@one_in(3)
 @combined(
     schedule=("zb_h2", "interleaved_1f1b", "zb_v", "seq_1f1b", "one_f_one_b"),
     optimizer=jobs.OPTIMIZERS,
@@ -39,6 +40,7 @@ def test_bits_where_the_handler_does_not_begin_steps_again(handler, donate):
     assert (found, errors) == ([], [])
 
 
+@one_in(2)
 @pytest.mark.parametrize("donate", [False, True])
 def test_reading_in_other_modes_changes_no_bits(donate, pools):
     for found, errors, _ in _compare(pools, "zb_h2", donate=donate, reads=BY_ALL, reads_elsewhere=True):
@@ -50,6 +52,7 @@ def test_changing_the_loss_changes_no_verdict(pools):
         assert (found, errors) == ([], [])
 
 
+@one_in(3)
 @pytest.mark.parametrize("checks", [jobs.SKIPS, jobs.CLIPS, jobs.CLIPS | jobs.SKIPS])
 def test_gradients_that_are_not_finite(checks, pools):
     """They are skipped where that is asked for, and else in the params."""
@@ -82,6 +85,7 @@ FAULTS = {
 ERRORS = {"refused": 1, "refused later": 2, "raises": 2, "limit": 1, "interrupt": 1}
 
 
+@one_in(4)
 @pytest.mark.parametrize("donate", sample([False, True], [True]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_steps_that_are_refused_or_fail_when_they_begin_again(fault, donate, pools):
@@ -155,6 +159,7 @@ USES = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("use", USES)
 def test_a_late_number_is_never_taken_for_another_one(use):
     expected = local(post_validate=False)()[3].item()

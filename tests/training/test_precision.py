@@ -6,7 +6,7 @@ import torch
 import fpipe
 from fpipe import LossScale, Pipeline, Placement, handlers, interop, schedules
 from tests.support import precision_jobs as jobs
-from tests.support.combinations import combined, few, thorough
+from tests.support.combinations import combined, few, one_in, thorough
 from tests.support.jobs import differences
 from tests.support.replica_jobs import Grid
 
@@ -14,6 +14,7 @@ WAYS = {"graph": {}, "eager": {"autodiff": "eager"}, "captured": {"capture": Tru
 SCHEDULES = ["gpipe", "zb_v", "dualpipe", "interleaved_1f1b"]
 
 
+@one_in(3)
 @combined(mode=jobs.MODES, schedule=SCHEDULES, way=WAYS, singly=True)
 def test_every_schedule_has_the_references_bits(mode, schedule, way):
     assert jobs.compare(handlers.Local(), mode, schedule, **WAYS[way]) == []
@@ -49,6 +50,7 @@ def test_steps_in_one_autocast_keep_no_casts(own):
     assert often < 1.5 * once
 
 
+@one_in(4)
 @pytest.mark.parametrize("way", ["graph", "eager"])
 @pytest.mark.parametrize("mode", jobs.MODES)
 def test_the_reference_and_a_step_are_torchs_autograd(mode, way):

@@ -12,7 +12,7 @@ from fpipe import Pipeline, Placement, handlers, interop
 from fpipe.transforms import dual, hvp, per_sample
 from fpipe.transforms.mapped import Sizes
 from tests.support import cases, transforms
-from tests.support.combinations import combined, few, thorough
+from tests.support.combinations import combined, few, one_in, thorough
 from tests.support.jobs import differences
 
 CASES = ["linear", "skip", "tied", "modules", "weighted", "subtrees"]
@@ -46,6 +46,7 @@ def runs(schedule, name, m, **rest):
     return fits(name=name, **rest) and not (both_ways and (m % 2 or name == "modules"))
 
 
+@one_in(4)
 @combined(
     transform=[*transforms.TRANSFORMS, "mean flow"],
     name=["linear", "skip", "tied", "modules"],
@@ -80,6 +81,7 @@ def test_an_output_that_depends_on_no_member_has_tangents(transform):
     torch.testing.assert_close(grads[1], made.expected()[1], **TOLERANCE)
 
 
+@one_in(4)
 @combined(
     transform=[*transforms.TRANSFORMS, "mean flow"],
     capture=[True, "pieces"],
