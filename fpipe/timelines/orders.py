@@ -73,10 +73,13 @@ def _unfit(timeline: Timeline) -> str:
     if max(len(spans), timeline.plan.stages * timeline.plan.units) > _MOST_EFFECTS:
         return f"there are more than {_MOST_EFFECTS} effects"
     kinds = set(map(type, spans.effects))
-    if any(rows[kind].track in ("gather", "scatter") for kind in kinds):
+    tracks = {rows[kind].track for kind in kinds}
+    if tracks & {"gather", "scatter"}:
         return "parameters are gathered, which depends on the order"
     if timeline.steps > 1:
         return "several steps follow each other"
+    if tracks & {"offload", "fetch"}:
+        return "residuals are moved to the host, which depends on the order"
     alone = [kind.__name__ for kind in kinds if rows[kind].track == "compute" and not _works(kind, timeline.table)]
     if alone:
         return f"{alone[0]} takes part, which schedules leave out"

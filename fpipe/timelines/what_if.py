@@ -3,7 +3,8 @@
 The captured effects are replayed with their own measured times (`Replay`), then with one part ideal at a time, after
 "Understanding Stragglers in Large Model Training Using What-if Analysis" (2025): a rank, a stage or a kind of effect is
 ideal at the median over all stages of the same kind of effect and the same microbatch, the lower one of two; transfers,
-gathers, scatters and the host's time at zero; work without imbalance is each rank's, scaled to the mean over ranks.
+gathers, scatters, copies of residuals and the host's time at zero; work without imbalance is each rank's, scaled to the
+mean over ranks.
 
 A stage that is larger by design is not told apart from a slow one: its row says what it would bring to cut the layers
 so that it is not. Where a rank has one stage, the rank's row stands for both.
@@ -38,7 +39,12 @@ _AS_MUCH = 0.9  # of what a broader change wins, from which the narrower stands 
 _MOSTLY = 0.75  # likewise, where the narrower is of what stands out
 _SLOW = 1.2  # times the median, from which one stands out
 _VARIED = 1e-2  # relative differences of microbatches' lengths from which their order matters
-CAUSES = ("transfer", "host", "gather", "scatter", "imbalance")
+_UNDER_WAY = {  # what is ideal at zero -> its tracks
+    "transfers": ("receive",),
+    "gathers": ("gather",),
+    "scatters": ("scatter",),
+    "copies of residuals": ("offload", "fetch"),
+}
 
 
 class Row(NamedTuple):
@@ -271,8 +277,8 @@ class _Ideals:
             yield _Scenario(what, "its transfers take no time", headline, nodes, lengths, max(1.0, times))
 
     def _causes(self) -> Iterator[_Scenario]:
-        for track, what in (("receive", "transfers"), ("gather", "gathers"), ("scatter", "scatters")):
-            nodes = self.tracks == track
+        for what, tracks in _UNDER_WAY.items():
+            nodes = np.isin(self.tracks, tracks)
             if nodes.any():
                 yield _Scenario(what, "they take no time", what, nodes, self.replay.without(nodes))
         yield _Scenario("host time", "none between effects", "host time", None, self.replay.idle_host())

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from fpipe import Costs, Link, Placement, Plan, ScheduleError, by_length, schedules, simulate, what_if
+from fpipe import Costs, Link, Placement, Plan, ScheduleError, by_length, lower, offload, schedules, simulate, what_if
 from fpipe.effects import Backward, Forward, Recv, Send
 from fpipe.timelines.replay import Replay
+from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 from tests.profiling.test_recording import by_hand
@@ -189,6 +190,20 @@ def test_schedules_of_the_same_placement_and_memory_are_tried():
     assert any("one more microbatch was not tried" in notice for notice in what_if(captured, schedule="1f1b").notices)
     fused = {row.what for row in what_if(simulate("1f1b", PLAN, costs)).rows}
     assert not fused & {"schedule zb-h1", "schedule zb-auto"}  # the halves of its backwards were not measured
+
+def test_copies_of_residuals_are_replayed_and_other_orders_are_not_tried():
+    """Another order would need the memory that the copies made free."""
+    plan, costs = Plan(Placement.loop(2), 6), Costs(backward=2, residuals=10, offload=4, fetch=4)
+    moved = offload(20, costs, slower=10.0)
+    captured = simulate("gpipe", plan, costs, offload=moved)
+    mended = simulate_programs(lower("gpipe", plan, offload=moved), replace(costs, offload=0, fetch=0))
+    result = what_if(captured)
+    assert [(row.what, row.makespan) for row in result.rows[:1]] == [("copies of residuals", mended.makespan)]
+    assert result.error == 0
+    assert result.notices == [
+        "other orders were not tried: residuals are moved to the host, which depends on the order"
+    ]
+
 
 
 def test_missing_ranks_are_replayed_as_far_as_they_are_known():
