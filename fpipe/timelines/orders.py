@@ -31,6 +31,7 @@ _MOST_EDGES = 4096  # each with a time of its own
 _SAME = 1 + 1e-9
 _ALIKE = 1e-6  # relative difference of makespans that count as one
 _NEARLY = 0.95  # of the most that a longer warm-up wins
+_WAY_OUT = "in a program, fpipe.what_if(measurement, schedule=...) takes the schedule that ran"
 
 
 class Other(NamedTuple):
@@ -60,9 +61,10 @@ def others(timeline: Timeline, schedule: Schedule | str | None) -> tuple[list[Ot
         notices.append(f"other orders are simulated; simulated so, the captured one is {percent(orders.error)} off")
     found = [*orders.longer_warm_up(), *orders.named()]
     if schedule is not None:
-        more = orders.one_more(schedule)
-        found += more
-        notices += [] if more else ["one more microbatch was not tried: the schedule's name does not give this order"]
+        try:
+            found.append(orders.one_more(schedule))
+        except ScheduleError as error:
+            notices.append(f"one more microbatch was not tried: {error}")
     return found, notices
 
 
@@ -76,10 +78,10 @@ def _unfit(timeline: Timeline) -> str:
     tracks = {rows[kind].track for kind in kinds}
     if tracks & {"gather", "scatter"}:
         return "parameters are gathered, which depends on the order"
-    if timeline.steps > 1:
-        return "several steps follow each other"
     if tracks & {"offload", "fetch"}:
         return "residuals are moved to the host, which depends on the order"
+    if timeline.steps > 1:
+        return "several steps follow each other"
     alone = [kind.__name__ for kind in kinds if rows[kind].track == "compute" and not _works(kind, timeline.table)]
     if alone:
         return f"{alone[0]} takes part, which schedules leave out"
@@ -192,20 +194,41 @@ class _Orders:
         both = {Overlap}  # its two parts, one after the other
         return set(kinds) <= self.kinds | whole | both
 
-    def one_more(self, schedule: Schedule | str) -> list[Other]:
-        """Return the step with one more microbatch, by its time for as many samples; empty if the order is another."""
+    def one_more(self, schedule: Schedule | str) -> Other:
+        """Return the step with one more microbatch, by its time for as many samples.
+
+        Raises:
+            ScheduleError: the schedule did not give the captured order, or takes no such number of microbatches.
+        """
+        own, name = self._captured(schedule), _named(schedule)
+        count = self.plan.microbatches + 1
+        costs = replace(self.costs, scale=(*self.costs.scale, mean(self.costs.scale)) if self.costs.scale else ())
         try:
-            own = as_schedule(schedule)
-            if _computes(lower(own, self.plan, effects=self.table)) != self.computes:
-                return []
-            count = self.plan.microbatches + 1
-            costs = replace(self.costs, scale=(*self.costs.scale, mean(self.costs.scale)) if self.costs.scale else ())
             timeline = self._timeline(own, replace(self.plan, microbatches=count), replace(costs, sizes=()))
-        except (ScheduleError, TypeError):
-            return []
+        except ScheduleError as error:
+            raise ScheduleError(f"{name} does not take {count}: {error}") from None
         won = self.simulated - timeline.makespan * self.plan.microbatches / count
         assumes = "of the same size, by the time for as many samples"
-        return [Other(f"{count} microbatches", assumes, won, partial(_same, timeline))]
+        return Other(f"{count} microbatches", assumes, won, partial(_same, timeline))
+
+    def _captured(self, schedule: Schedule | str) -> Schedule:
+        """Return the schedule, if it gives the captured order.
+
+        Raises:
+            ScheduleError: it doesn't, or there is none of that name.
+        """
+        try:
+            own = as_schedule(schedule)
+            computes = _computes(lower(own, self.plan, effects=self.table))
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; {_WAY_OUT}") from None
+        if computes != self.computes:
+            raise ScheduleError(f"{_named(schedule)} gives another order than the captured one; {_WAY_OUT}")
+        return own
+
+
+def _named(schedule: Schedule | str) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "the schedule")
 
 
 def _same(timeline: Timeline) -> Timeline:

@@ -187,9 +187,9 @@ def test_schedules_of_the_same_placement_and_memory_are_tried():
     more = next(row for row in result.rows if row.what == "17 microbatches")
     longer = simulate(schedules.zb_h1, replace(PLAN, microbatches=17), costs)
     assert more.seconds == pytest.approx(captured.makespan - longer.makespan * 16 / 17)
-    assert any("one more microbatch was not tried" in notice for notice in what_if(captured, schedule="1f1b").notices)
     fused = {row.what for row in what_if(simulate("1f1b", PLAN, costs)).rows}
     assert not fused & {"schedule zb-h1", "schedule zb-auto"}  # the halves of its backwards were not measured
+
 
 def test_copies_of_residuals_are_replayed_and_other_orders_are_not_tried():
     """Another order would need the memory that the copies made free."""
@@ -205,12 +205,25 @@ def test_copies_of_residuals_are_replayed_and_other_orders_are_not_tried():
     ]
 
 
-
 def test_missing_ranks_are_replayed_as_far_as_they_are_known():
     part = without(simulate("1f1b", PLAN, slowed(5, 4.5)), 7)
     result = what_if(part)
     assert result.error == pytest.approx(0, abs=1e-9)
     assert any("ranks are missing" in notice for notice in result.notices)
+
+
+@pytest.mark.parametrize(
+    ("captured", "schedule", "reason"),
+    [
+        ("zb-h1", "1f1b", "1f1b gives another order than the captured one; in a program, fpipe.what_if(measurement, "),
+        ("zb-h1", "mine", "no schedule is called 'mine'.*; in a program, fpipe.what_if"),
+        ("dualpipe", "dualpipe", "dualpipe does not take 9: .* take a multiple of 2, not 9"),
+    ],
+)
+def test_why_one_more_microbatch_was_not_tried(captured, schedule, reason):
+    plan = Plan(Placement.both_ways(4) if captured == "dualpipe" else Placement.loop(4), 8)
+    (notice,) = what_if(simulate(captured, plan, TIMES), schedule=schedule).notices
+    assert re.match(f"one more microbatch was not tried: {reason.replace('(', '[(]')}", notice)
 
 
 def test_effects_in_a_cycle_and_wrong_arguments_are_refused():
