@@ -369,6 +369,7 @@ def memory_of(accounts: Sequence[RankBytes]) -> list[Table]:
 
 _MAX_SEGMENTS = 12  # of a critical path, at each end
 _MAX_EFFECTS = 10
+_MAX_GROUPS = 10
 _MAX_ROWS = 20  # of what would help
 
 
@@ -421,7 +422,8 @@ def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Grou
         breakdown.add_row(f"{where}{unit}", scale(_cleared(time, max(result.makespan))), style=style)
     note = "host: between effects of A's critical path; elsewhere: B's makespan beyond that path"
     both = Columns([totals, breakdown], padding=(0, 4))
-    return Group(*titles, both, Text(note, "dim"), _side_by_side(result, scale), _largest(result, scale))
+    effects = _grouped(result, scale), *_apart(result, scale)
+    return Group(*titles, both, Text(note, "dim"), _side_by_side(result, scale), *effects)
 
 
 def _pair(pair: tuple[float, float], scale: Scale) -> Iterator[str]:
@@ -441,15 +443,38 @@ def _side_by_side(result: Difference, scale: Scale) -> Table:
     return shown
 
 
-def _largest(result: Difference, scale: Scale) -> RenderableType:
-    """Return a table of the effects whose durations differ most."""
+def _grouped(result: Difference, scale: Scale) -> RenderableType:
+    """Return a table of the effects of one kind on one rank together, those that differ most first."""
+    shown = table(["effects", "kind", "sum", "largest"], words=["effects", "kind"])
+    for group in result.groups[:_MAX_GROUPS]:
+        if not _cleared(group.total, max(result.makespan)):
+            break
+        name = f"{group.name} {_signed(group.median, scale)} x {group.size}"
+        times = (_signed(time, scale) for time in (group.total, group.largest.longer))
+        shown.add_row(Text(name), Text(result.a.table.effects[group.kind].label), *times)
+    if not shown.row_count:
+        return Text("every effect that both have took as long")
+    shown.caption = "effects of one kind on one rank: A - B, the median and how many, their sum and the largest"
+    shown.caption_justify = "left"
+    return shown
+
+
+def _signed(time: float, scale: Scale) -> str:
+    return f"{'+' if time > 0 else '' if time else '±'}{scale.full(time)}"
+
+
+def _apart(result: Difference, scale: Scale) -> list[Table]:
+    """Return a table of the effects that differ otherwise than those of their kind on their rank, if there are any."""
     shown = table(["rank", "stage", "effect", "took A", "B", "A - B", "began later by"], words=["effect"])
     longest = max(result.makespan)
-    for each in result.effects[:_MAX_EFFECTS]:
-        if not _cleared(each.longer, longest):
-            break
+    for each in result.apart[:_MAX_EFFECTS]:
         name = label(each.effect, each.rank[0], result.a.plan, result.a.table)
         times = (scale(_cleared(time, longest)) for time in (*each.took, each.longer, each.shift))
         stage = getattr(getattr(each.effect, "value", parts(each.effect)[0]), "stage", "")
         shown.add_row(str(each.rank[0]), str(stage), Text(name), *times)
-    return shown if shown.row_count else Text("every effect that both have took as long")
+    shown.caption, shown.caption_justify = f"those that differ otherwise{_in(scale)}", "left"
+    return [shown] if shown.row_count else []
+
+
+def _in(scale: Scale) -> str:
+    return f", in {scale.name}" if scale.name else ""

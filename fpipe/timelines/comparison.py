@@ -19,6 +19,7 @@ from fpipe.timelines.timeline import Timeline
 
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"
+_EQUAL = 1e-9  # share of the longer makespan by which equal durations may differ
 _MAX_EFFECTS = 200  # in the JSON
 _MAX_GROUPS = 200  # likewise
 
@@ -54,12 +55,14 @@ class Group(NamedTuple):
     """The effects of one kind on one rank of the first timeline, compared with their matches in the second.
 
     Args:
+        name: of the rank and the kind, as in "rank 5: B".
         size: the number of effects.
         total: the sum of their differences of duration, the first less the second.
         median: of the differences.
         largest: the effect that differs most.
     """
 
+    name: str
     rank: int
     kind: type[Effect]
     size: int
@@ -142,9 +145,25 @@ class Difference:
             by_kind[each.rank[0], type(each.effect)].append(each)
         groups = []
         for (rank, kind), same in by_kind.items():
-            longer = [each.longer for each in same]
-            groups.append(Group(rank, kind, len(same), sum(longer), median(longer), same[0]))
+            longer, row = [each.longer for each in same], self.a.table.effects[kind]
+            name = f"rank {rank}: {row.letter if row.track == 'compute' else row.label}"
+            groups.append(Group(name, rank, kind, len(same), sum(longer), median(longer), same[0]))
         return sorted(groups, key=lambda group: (-abs(group.total), group.rank))
+
+    @cached_property
+    def apart(self) -> list[Matched]:
+        """The `effects` that differ otherwise than the median of their group, the furthest from it first.
+
+        >>> from fpipe import Costs, Placement, Plan, schedules, simulate
+        >>> plan = Plan(Placement.loop(2), 4)
+        >>> slow = simulate(schedules.one_f_one_b, plan, Costs(forward=1.5, scale=[1, 1, 3, 1]))
+        >>> [each.effect for each in Difference(slow, simulate(schedules.one_f_one_b, plan)).apart[:2]]
+        [Backward(stage=0, microbatch=2), Backward(stage=1, microbatch=2)]
+        """
+        usual = {(group.rank, group.kind): group.median for group in self.groups}
+        off = {each.at: abs(each.longer - usual[each.rank[0], type(each.effect)]) for each in self.effects}
+        least = _EQUAL * max(self.makespan)
+        return sorted((each for each in self.effects if off[each.at] > least), key=lambda each: -off[each.at])
 
     @cached_property
     def matched(self) -> dict[int, Matched]:
@@ -264,8 +283,8 @@ class Difference:
         return {"rank": rank, "busy": busy, "idle": idle, "causes": causes}
 
     def _group(self, each: Group) -> dict[str, Any]:
-        known = {"kind": each.kind.__name__, "count": each.size, "total": each.total, "median": each.median}
-        return self._effect(each.largest) | known
+        known = {"name": each.name, "kind": each.kind.__name__, "count": each.size}
+        return self._effect(each.largest) | known | {"total": each.total, "median": each.median}
 
     def _effect(self, each: Matched) -> dict[str, Any]:
         rows = (each.at[0] - self.a.spans.first[each.rank[0]], each.at[1] - self.b.spans.first[each.rank[1]])

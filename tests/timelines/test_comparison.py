@@ -221,10 +221,14 @@ def test_the_json_has_the_places_of_effects():
 def test_groups_are_the_effects_by_rank_and_kind():
     slow = Costs(forward=[1, 1, 1.25], backward=[2, 3.5, 2], communication=0.25)
     found = Difference(simulate(schedules.one_f_one_b, PLAN, slow), EQUAL)
-    assert [(g.rank, g.kind, g.size, g.median, g.total) for g in found.groups[:2]] == [
-        (1, Backward, 6, 1.5, 9.0),
-        (2, Forward, 6, 0.25, 1.5),
+    assert [(g.name, g.rank, g.kind, g.size, g.median, g.total) for g in found.groups[:2]] == [
+        ("rank 1: B", 1, Backward, 6, 1.5, 9.0),
+        ("rank 2: F", 2, Forward, 6, 0.25, 1.5),
     ]
+    assert found.apart == []
+    assert {group.name for group in found.groups if group.kind is Recv} == {
+        f"rank {rank}: receive" for rank in range(3)
+    }
     assert sum(group.size for group in found.groups) == len(found.effects)
     assert sum(group.total for group in found.groups) == pytest.approx(sum(each.longer for each in found.effects))
     assert all(group.largest in found.effects for group in found.groups)

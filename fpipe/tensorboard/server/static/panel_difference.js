@@ -32,11 +32,10 @@ function groups({ answer, capture, select }) {
     const rank = capture.ranks.get(group.rank);
     const there = rank && group.row >= 0 && group.row < rank.recorded;
     if (!there || Math.abs(group.total) <= NOTHING * largest) return [];
-    const kind = rank.kindOf(group.row);
-    const text = `rank ${group.rank}: ${kind.value ? kind.name : kind.letter} ${signed(group.median, unit)} × ${group.count}`;
+    const text = `${group.name} ${signed(group.median, unit)} × ${group.count}`;
     const name = link(text, () => select({ rank: group.rank, row: group.row }));
     const [took, its] = group.took;
-    return [[name, kind.name, signed(group.total, unit), signed(took - its, unit)]];
+    return [[name, rank.kindOf(group.row).name, signed(group.total, unit), signed(took - its, unit)]];
   });
   if (!rows.length) return element("p", {}, "Every effect that both have took as long.");
   const caption = "Effects of one kind on one rank: the median of their differences, and how many there are";
