@@ -342,11 +342,12 @@ class Measurement:
         return "\n".join([*aligned(rows), legend])
 
     def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
-        """Return the timeline of all ranks of this replica, in seconds from the first start of any replica.
+        """Return the timeline of all ranks of this replica, in seconds from `origin`.
 
-        A send ends when its value arrives. If the value was there at its first use, the true end of its send and
-        receive may be earlier; that of a gather, a scatter or a copy too. A compute waited for these if the value was
-        not there. Host time in a gap counts as the wait in that gap, by default a dependency.
+        What was posted before that has negative times. A send ends when its value arrives. If the value was there at
+        its first use, the true end of its send and receive may be earlier; that of a gather, a scatter or a copy too. A
+        compute waited for these if the value was not there. Host time in a gap counts as the wait in that gap, by
+        default a dependency.
 
         Args:
             costs: the sizes from which `memory` counts bytes.
@@ -361,13 +362,18 @@ class Measurement:
             raise ValueError(
                 f"rank {missing[0]} is not recorded in this process: call fpipe.gather(recording, group) on every rank"
             )
-        return Timeline(self.plan, self._spans(), costs)
+        return Timeline(self.plan, self._spans(self.origin), costs)
 
-    @property
+    @cached_property
     def origin(self) -> float:
-        """The start of the first effect of any rank, also of other replicas, on the clock of the columns."""
+        """When the first rank of any replica begins to compute, or to gather for that, on the clock of the columns.
+
+        Where no rank computes, the start of the first effect.
+        """
         every = self.replicas or (self,)
-        return min(start for replica in every for columns in replica.columns.values() for start in columns.starts)
+        lines = [Timeline(each.plan, each._spans(0.0)) for each in every]
+        starts = (start for each in every for columns in each.columns.values() for start in columns.starts)
+        return min([line.start for line in lines if any(line.kinds)] or starts)
 
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
@@ -420,11 +426,10 @@ class Measurement:
         )
         return [times.get(stage, 0.0) for stage in range(self.plan.stages)]
 
-    def _spans(self) -> Spans:
+    def _spans(self, origin: float) -> Spans:
         ranks = range(self.plan.ranks)
         here = [rank for rank in ranks if rank in self.columns]
         first = [0, *accumulate(len(self.programs[rank]) if rank in self.columns else 0 for rank in ranks)]
-        origin = self.origin
         starts = array("d", [start - origin for rank in here for start in self.columns[rank].starts])
         ends = array("d", [end - origin for rank in here for end in self.columns[rank].ends])
         waited = array("q", [-1]) * first[-1]

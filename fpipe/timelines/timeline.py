@@ -172,7 +172,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The time when the first rank begins to compute: 0 in a simulation, a clock time in a measurement."""
+        """The time when the first rank begins to compute, or to gather for that."""
         return min(start for start, _ in self._bounds)
 
     @property

@@ -2,7 +2,8 @@
 
 The bytes are a gzip of: `FPT1`; the length of the header, as u32; the header, JSON padded with spaces to a multiple of
 eight; and the columns, each at a multiple of eight. All numbers are little-endian. Times are in the header's unit. Time
-0 is the first start of all ranks if their clocks were compared, else the rank's own first start.
+0 is when the first of all ranks begins to compute, or to gather for that, if their clocks were compared, else when the
+rank itself does; what was posted before is negative.
 """
 
 from __future__ import annotations

@@ -162,6 +162,7 @@ export class Rank {
     this.left = new Float64Array(this.kind.length).fill(NaN);
     this.linked = 0;
     this.tracks = this._tracks();
+    this.begin = this.start.reduce((a, b) => Math.min(a, b), 0);
     this.last = this.end.reduce((a, b) => Math.max(a, b), 0);
   }
 
@@ -251,6 +252,11 @@ export class Capture {
     const starts = Array.from(this.ranks.values(), ({ start, tracks }) => start[tracks.compute.rows[0]] ?? Infinity);
     const first = Math.min(...starts);
     return Number.isFinite(first) ? first : 0;
+  }
+
+  /** When the first of all effects begins: 0, or before that. */
+  get begin() {
+    return Math.min(0, ...Array.from(this.ranks.values(), (rank) => rank.begin));
   }
 
   get last() {

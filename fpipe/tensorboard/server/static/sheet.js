@@ -67,7 +67,8 @@ export class Sheet {
     this.memory = Math.max(0, ...Array.from(main.ranks.values(), (rank) => rank.memory.most));
     this.later = other ? other.first - main.first : 0;
     const last = Math.max(main.last, (other?.last ?? 0) - this.later);
-    this.view.extend(all || this.view.fitted ? last : Math.max(last, this.view.whole));
+    const begin = Math.min(main.begin, (other?.begin ?? 0) - this.later);
+    this.view.extend(all || this.view.fitted ? last : Math.max(last, this.view.whole), begin);
     this.arrange();
     if (all) this.overview.draw(main, this.theme, this.ratio);
     if (all && this._wanted) this._again();

@@ -5,7 +5,7 @@ const MARGIN = 0.015; // share of the whole, at either end
 
 export class View {
   constructor() {
-    this.whole = 0;
+    this.whole = this.begin = 0;
     [this.from, this.to] = [0, 1];
     [this.left, this.width] = [0, 1];
   }
@@ -15,10 +15,13 @@ export class View {
     [this.left, this.width] = [left, Math.max(1, width)];
   }
 
-  /** Sets the whole range, 0 to `whole`. Keeps the visible range, unless all was visible. */
-  extend(whole) {
+  /**
+   * Sets the whole range, 0 to `whole`. Keeps the visible range, unless all was visible. What `begin`s before 0 can be
+   * moved into sight.
+   */
+  extend(whole, begin = 0) {
     const fitted = this.fitted;
-    this.whole = whole;
+    [this.whole, this.begin] = [whole, begin];
     if (fitted) this.fit();
     else this.show(this.from, this.to);
   }
@@ -29,7 +32,9 @@ export class View {
   }
 
   get fitted() {
-    return !this.whole || this.span >= (this.all.to - this.all.from) * (1 - 1e-9);
+    const { from, to } = this.all;
+    const least = (to - from) * 1e-9;
+    return !this.whole || (this.from <= from + least && this.to >= to - least);
   }
 
   fit() {
@@ -42,11 +47,11 @@ export class View {
     return { from: -margin, to: (this.whole || 1) + margin };
   }
 
-  /** Shows a range, moved and clipped to the whole. */
+  /** Shows a range, moved and clipped to the whole, and to what begins before. */
   show(from, to) {
     const { all } = this;
     const span = Math.min(Math.max(to - from, (this.whole || 1) * DEEPEST), all.to - all.from);
-    const start = Math.min(Math.max((from + to - span) / 2, all.from), all.to - span);
+    const start = Math.min(Math.max((from + to - span) / 2, Math.min(all.from, this.begin)), all.to - span);
     [this.from, this.to] = [start, start + span];
   }
 
