@@ -81,17 +81,20 @@ class Scale(NamedTuple):
 PLAIN = Scale("", 1.0)
 
 
-def scale_of(makespan: float, unit: str) -> Scale:
-    """Return the unit that suits a makespan: s, ms or µs; no unit for times without one.
+_UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}  # the tab's format.js has the same
 
-    >>> scale_of(0.18, "s").full(0.0123), scale_of(17.0, "").full(0.5)
-    ('12.3 ms', '0.5')
+
+def scale_of(time: float, unit: str) -> Scale:
+    """Return the unit that suits a time, the largest that is not above it; no unit for times without one.
+
+    >>> scale_of(0.18, "s").full(0.0123), scale_of(1.8, "s").full(0.0123), scale_of(17.0, "").full(0.5)
+    ('12.3 ms', '0.0123 s', '0.5')
     """
     if unit != "s":
         return PLAIN
-    if makespan >= 10:
-        return Scale("s", 1.0)
-    return Scale("ms", 1e3) if makespan >= 1e-3 else Scale("µs", 1e6)
+    names = [name for name, factor in _UNITS.items() if abs(time) * factor >= 0.9999]  # what is shown as 1 is
+    name = names[0] if names else "ns" if time else "ms"
+    return Scale(name, _UNITS[name])
 
 
 def percent(share: float) -> str:

@@ -321,7 +321,7 @@ def test_what_an_effect_usually_takes_is_said_beside_it():
     before = [entry("effect", f"Forward(stage=1, microbatch={m})", ms=2000 - 3 * m) for m in range(4)]
     slow = rank(1, *before, entry("effect", "Forward(stage=1, microbatch=4)", ms=1980))
     assert "Forward(stage=1, microbatch=4), of step 5" in explain([slow], NOW).text
-    assert "1980 ms before; the last 4 of Forward(stage=1) took 3 ms, at most 11 ms" in explain([slow], NOW).text
+    assert "1.98 s before; the last 4 of Forward(stage=1) took 3 ms, at most 11 ms" in explain([slow], NOW).text
 
 
 def test_ranks_without_a_record_are_named():

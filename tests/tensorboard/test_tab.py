@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fpipe import Costs, Placement, Plan, schedules, simulate
+from fpipe._format import scale_of
 from fpipe.effects import BackwardInput, BackwardWeight, Forward, Gather, Recv, Release, Scatter, Send
 from fpipe.flight.format import AT_STATE, STATE, STATES
 from fpipe.flight.recording import Recording
@@ -409,6 +410,13 @@ def test_the_page_keeps_its_marks_where_colours_are_forced(tab):
     assert [adjust for adjust, _ in plain] == ["auto"] * 4
     assert [forced[0][0], forced[3][0]] == ["none", "none"]
     assert [width for _, width in forced[1:3]] == ["2px", "3px"]
+
+
+def test_times_have_the_unit_that_the_command_gives_them(tab):
+    times = [0.0, 2e-10, 5e-7, 9.9999e-7, 3e-6, 1.234567e-3, 0.5, 0.99994, 0.999995, 1.5, 9.876, 12.0, 3600.0]
+    script = "async times => { %s const { time } = await module('format.js'); return times.map(at => time(at, 's')); }"
+    shown = tab.js(script % MODULE, times)
+    assert shown == [scale_of(time, "s").full(time) for time in times]
 
 
 def test_no_number_of_a_column_has_an_exponent(tab):

@@ -1,5 +1,6 @@
 /** Formats numbers, times and sizes. */
 
+/** The units of times, as `scale_of` of fpipe/_format.py has them. */
 const TIMES = [
   [1, "s"],
   [1e-3, "ms"],
