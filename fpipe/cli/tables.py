@@ -402,9 +402,10 @@ def what_if(result: WhatIf, scale: Scale) -> Group:
     if scale.name:
         shown.caption, shown.caption_justify = f"times in {scale.name}", "left"
     headline = result.headline(scale) or "nothing stands out"
-    trust = f"replayed with its own times, the step takes {percent(abs(result.error))} "
-    trust += "more" if result.error > 0 else "less"
-    return Group(Text(headline, "bold"), *([shown] if result.rows else []), Text(f"{trust} than captured", "dim"))
+    off = percent(abs(result.error))
+    how = "as long as" if off == percent(0) else f"{off} {'more' if result.error > 0 else 'less'} than"
+    trust = f"replayed with its own times, the step takes {how} captured"
+    return Group(Text(headline, "bold"), *([shown] if result.rows else []), Text(trust, "dim"))
 
 
 def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Group:

@@ -37,6 +37,7 @@ _LEAST = 1e-3  # share of the makespan that a row wins
 _NOTABLE = 0.02  # share of the makespan that the headline's row wins
 _AS_MUCH = 0.9  # of what a broader change wins, from which the narrower stands for it
 _MOSTLY = 0.75  # likewise, where the narrower is of what stands out
+_LITTLE = 0.1  # share of what one changes that lies outside of what another does
 _SLOW = 1.2  # times the median, from which one stands out
 _VARIED = 1e-2  # relative differences of microbatches' lengths from which their order matters
 _UNDER_WAY = {  # what is ideal at zero -> its tracks
@@ -87,7 +88,8 @@ class WhatIf:
         timeline: the captured one.
         replayed: the makespan of the replay with nothing changed.
         rows: what would help; none that wins less than a thousandth of the makespan. One that another wins nine tenths
-            of, with a part of its change, is left out: the slow rank stands for imbalance that it alone causes.
+            of, with a part of its change, is left out: the slow rank stands for imbalance that it alone causes, and one
+            whose backwards alone are slow for every backward.
         notices: what could not be worked out, and why.
     """
 
@@ -162,7 +164,8 @@ def what_if(timeline: Timeline | Measurement, *, schedule: Schedule | str | None
     )
     of_lengths = iter(makespans)
     won = [(each.other.won if each.other else replayed - next(of_lengths), each) for each in scenarios]
-    kept = _ranked([(seconds, each) for seconds, each in won if seconds > _LEAST * line.makespan])
+    notable = [(seconds, each) for seconds, each in won if seconds > _LEAST * line.makespan]
+    kept = _ranked(notable, replay.measured.own)
     rows = [
         Row(each.what, seconds, line.makespan - seconds, each.assumes, each.headline, each.slower)
         for seconds, each in kept
@@ -178,13 +181,13 @@ def _timeline(replay: Replay, scenario: _Scenario) -> Callable[[], Timeline]:
     return lambda: replay.timeline_of(lengths)
 
 
-def _ranked(won: Sequence[tuple[float, _Scenario]]) -> list[tuple[float, _Scenario]]:
+def _ranked(won: Sequence[tuple[float, _Scenario]], own: NDArray[np.float64]) -> list[tuple[float, _Scenario]]:
     """Return the scenarios, largest first, without those that a narrower one stands for."""
     ranked = sorted(won, key=lambda each: -each[0])
     return [
         (seconds, each)
         for seconds, each in ranked
-        if not any(_narrower(other, each) and more >= _enough(other) * seconds for more, other in ranked)
+        if not any(_narrower(other, each, own) and more >= _enough(other) * seconds for more, other in ranked)
     ]
 
 
@@ -193,11 +196,13 @@ def _enough(narrower: _Scenario) -> float:
     return _MOSTLY if narrower.slower >= _SLOW else _AS_MUCH
 
 
-def _narrower(one: _Scenario, other: _Scenario) -> bool:
-    """Whether one changes a part of what the other changes."""
-    if one is other or one.nodes is None or other.nodes is None:
+def _narrower(one: _Scenario, other: _Scenario, own: NDArray[np.float64]) -> bool:
+    """Return whether one changes fewer effects than the other, and those that the other leaves by little."""
+    if one is other or one.nodes is None or other.nodes is None or one.lengths is None:
         return False
-    return bool(one.nodes.sum() < other.nodes.sum()) and not bool((one.nodes & ~other.nodes).any())
+    changes = np.abs(one.lengths.own - own)
+    outside = changes[one.nodes & ~other.nodes].sum()
+    return bool(one.nodes.sum() < other.nodes.sum() and outside <= _LITTLE * changes.sum())
 
 
 class _Ideals:

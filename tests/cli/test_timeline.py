@@ -136,7 +136,7 @@ def test_it_says_what_would_help(tmp_path):
     assert found["headline"] in text
     first = next(line.split() for line in text.splitlines() if re.match(r"rank 2 +\d", line))
     assert first[2] == f"{1e3 * result.rows[0].seconds:.4g}"
-    assert "replayed with its own times, the step takes 0.0% less than captured" in text
+    assert "replayed with its own times, the step takes as long as captured" in text
     even = simulate(schedules.gpipe, Plan(Placement.loop(1), 2))
     write(tmp_path / "even", even, schedule="gpipe")
     assert "nothing stands out" in run("timeline", "--what-if", tmp_path / "even").stdout

@@ -52,6 +52,12 @@ CASES = {  # what is wrong -> the schedule and costs with it and without, the fi
         "rank 5",
         r"rank 5 computes 4\.5x slower than the median: 160\.5 of 231\.5",
     ),
+    "rank, in its backwards alone": (
+        ("1f1b", PLAN, Costs(1, backward=[2, 2, 2, 2, 2, 9, 2, 2], communication=0.05)),
+        ("1f1b", PLAN, TIMES),
+        "rank 5",
+        r"rank 5 computes 3\.33x slower than the median: .*",
+    ),
     "edge": (
         ("1f1b", PLAN, replace(TIMES, communication=EDGES | {(2, 3): 4.0})),
         ("1f1b", PLAN, TIMES),
