@@ -264,12 +264,16 @@ def test_the_cause_is_found(name):
         assert explanation.text.startswith(f"Rank {process} (process {100 + process} on a) ")
 
 
-def flown(tmp_path, schedule, effects=TABLE):
-    """The ranks of a flight whose programs are of a schedule: each in its first effect, and waiting for the other."""
+def flown(tmp_path, schedule, effects=TABLE, before=(1, 1)):
+    """The ranks of a flight whose programs are of a schedule: each in its first effect, and waiting for the other.
+
+    Each keeps so many programs of other steps `before`.
+    """
     for process, program in lower(schedule, Plan(Placement.loop(2), 2), effects=effects).items():
         about = {"process": process, "name": f"rank {process}", "processes": 2}
         recorder = recording.Recording(tmp_path / f"{process:06}.flight", about)
-        assert recorder.program(Program(program.plan, process, ())) == 0  # of another step
+        others = [recorder.program(Program(program.plan, process, ())) for _ in range(before[process])]
+        assert others == [*range(before[process])]
         recorder.begin(1)
         recorder.writer("effect", "Forward", recorder.program(program))()
         recorder.waits("waiting for it", 1 - process)
@@ -292,6 +296,14 @@ def test_a_circle_that_is_not_in_the_programs_is_a_lost_message(tmp_path):
     file = ranks[0].file
     file.write_bytes(file.read_bytes()[:-20])
     assert "programs" not in explain(read(tmp_path)).text
+
+
+@pytest.mark.parametrize("before", [(1, 0), (0, 1), (2, 1)])
+def test_programs_that_ranks_number_differently_are_not_judged(tmp_path, before):
+    """A rank did not keep one of them: its program of that number is another one."""
+    text = explain(flown(tmp_path, circle, before=before)).text
+    assert "wait for each other." in text
+    assert "programs" not in text
 
 
 def test_programs_with_effects_of_ones_own_are_not_judged(tmp_path):
