@@ -1,18 +1,20 @@
 """Flights in the folder of a run, where the Pipeline tab looks for them: `runs/mine/flights/NAME/3.flight`. No torch.
 
-A file there is a link to one that a recorder writes, or a copy, in which the state of its process no longer changes.
+A file there is a link to one that a recorder writes, or a copy, in which the state of its process no longer changes. A
+copy is written under the name `.3.flight.HOST.PID`, and then renamed; the next copy deletes what a killed one left.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fpipe.flight.format import AT_STATE, BYTES, STATE, STATES, SUFFIX
+from fpipe.flight.format import AT_STATE, BYTES, STATE, STATES, SUFFIX, process_state
 from fpipe.flight.programs import MOST_BYTES
 from fpipe.flight.reading import read_rank
 
@@ -51,6 +53,7 @@ def copy(flight: Path, run: Path) -> Path:
     """
     target = run / FOLDER / flight.resolve().name
     target.mkdir(parents=True, exist_ok=True)
+    _sweep(target)
     is_there = target.samefile(flight)
     for file in sorted(flight.glob(f"*{SUFFIX}")):
         rank = read_rank(file)
@@ -59,10 +62,21 @@ def copy(flight: Path, run: Path) -> Path:
         with file.open("rb") as opened:
             content = bytearray(opened.read(BYTES + MOST_BYTES))
         STATE.pack_into(content, AT_STATE, rank.copied or time.time_ns(), STATES.index(rank.state))
-        unfinished = target / f".{file.name}.{os.getpid()}"
-        unfinished.write_bytes(content)
-        unfinished.replace(target / file.name)  # in place of a link too
+        unfinished = target / f".{file.name}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(target / file.name)  # in place of a link too
+        finally:
+            unfinished.unlink(missing_ok=True)
     return target
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what processes of this host that are gone did not finish to copy."""
+    for path in folder.glob(f".*{SUFFIX}.*"):
+        name, _, pid = path.name.rpartition(".")
+        if name.endswith(f"{SUFFIX}.{socket.gethostname()}") and pid.isdecimal() and process_state(int(pid)) is None:
+            path.unlink(missing_ok=True)
 
 
 def flights(run: Path) -> Iterator[Path]:

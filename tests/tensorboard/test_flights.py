@@ -1,7 +1,9 @@
 """Flights in a log directory: what ranks did last is found there after a crash, and names the rank where it began."""
 
 import os
+import socket
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -95,6 +97,27 @@ def test_a_copy_keeps_the_states_that_it_was_made_in(tmp_path, monkeypatch, link
     assert abs(ranks[0].copied / 1e9 - time.time()) < 60
     assert explain(ranks).text == before.text
     assert (before.kind, before.ranks) == ("computes", [2])
+
+
+def test_what_a_killed_copy_left_is_deleted_by_the_next(tmp_path, monkeypatch):
+    """But nothing of a copy that is being made, here or on another host."""
+    flight, run, host = fly(tmp_path / "job"), tmp_path / "mine", socket.gethostname()
+    place = runs.copy(flight, run)
+    whole = {file.name for file in place.iterdir()}
+    for name in (f".000000.flight.{host}.7", f".000001.flight.{host}.8", ".000002.flight.another.7"):
+        (place / name).write_bytes(b"a part")
+    monkeypatch.setattr(runs, "process_state", lambda pid: None if pid == 7 else ("runs", 0))
+    runs.copy(flight, run)
+    assert {file.name for file in place.iterdir()} - whole == {f".000001.flight.{host}.8", ".000002.flight.another.7"}
+    assert [rank.process for rank in read(place)] == [0, 1, 2]
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    flight, run = fly(tmp_path / "job"), tmp_path / "mine"
+    monkeypatch.setattr(Path, "replace", lambda path, to: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        runs.copy(flight, run)
+    assert list((run / "flights" / "job").iterdir()) == []
 
 
 def test_a_recorders_own_files_are_not_replaced_by_copies(tmp_path):
