@@ -38,7 +38,7 @@ def again(found: Found, memory: Memory) -> str:
 
 
 def _has_options(costs: Costs) -> bool:
-    """Whether options can give all of the costs."""
+    """Return whether options can give all of the costs."""
     default, scale = Costs(), costs.scale
     others = [f.name for f in fields(Costs) if f.name not in (*OPTIONS, "scale", "sizes")]
     is_mean = not scale or isclose(sum(scale), len(scale), rel_tol=ROUNDING)
@@ -46,7 +46,7 @@ def _has_options(costs: Costs) -> bool:
 
 
 def _is(value: object, default: object) -> bool:
-    """Whether a cost is as by default, for each stage."""
+    """Return whether a cost is as by default, for each stage."""
     return value == default or (isinstance(value, tuple) and {*value} == {default} == {0.0})
 
 

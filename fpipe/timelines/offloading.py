@@ -313,7 +313,7 @@ class _Rank:
         return best
 
     def _can_recompute(self, life: _Life) -> bool:
-        """Whether what a stage reads is there: not the parameters that are gathered for its forward, nor a carry."""
+        """Return whether what a stage reads is there: no parameters that are gathered for its forward, no carry."""
         plan = self.program.plan
         return life.name.stage not in plan.gathered and plan.slices == 1
 

@@ -59,13 +59,13 @@ def others(timeline: Timeline, schedule: Schedule | str | None) -> tuple[list[Ot
     notices = []
     if orders.error > 0.05:
         notices.append(f"other orders are simulated; simulated so, the captured one is {percent(orders.error)} off")
-    found = [*orders.longer_warm_up(), *orders.named()]
+    simulated = [*orders.longer_warm_up(), *orders.named()]
     if schedule is not None:
         try:
-            found.append(orders.one_more(schedule))
+            simulated.append(orders.one_more(schedule))
         except ScheduleError as error:
             notices.append(f"one more microbatch was not tried: {error}")
-    return found, notices
+    return simulated, notices
 
 
 def _unfit(timeline: Timeline) -> str:
@@ -189,7 +189,7 @@ class _Orders:
             yield Other(f"schedule {name}", assumes, self.simulated - timeline.makespan, partial(_same, timeline))
 
     def _measured(self, kinds: Collection[type]) -> bool:
-        """Whether the times of these effects were measured: those of halves alone are not known from a whole."""
+        """Return whether the times of these effects were measured: those of halves are not known from a whole."""
         whole = {Backward} if {BackwardInput, BackwardWeight} <= self.kinds else set[type]()
         both = {Overlap}  # its two parts, one after the other
         return set(kinds) <= self.kinds | whole | both
@@ -275,8 +275,8 @@ def _costs(timeline: Timeline) -> Costs:
             for stage in range(plan.stages)
         ]
 
-    transfers = {edge: min(found) for edge, found in bounds.items()}
-    transfers |= {edge: median(found) for edge, found in edges.items()}
+    transfers = {edge: min(most) for edge, most in bounds.items()}
+    transfers |= {edge: median(known) for edge, known in edges.items()}
     return Costs(
         forward=times(Forward) or 0.0,
         backward_input=times(BackwardInput) or 0.0,

@@ -70,7 +70,7 @@ class _Rank:
 
 
 class Replay:
-    """The order of a timeline, found once, and its lengths.
+    """The order of a timeline and its lengths.
 
     Args:
         timeline: whose effects are replayed; ranks that are not recorded have none.
@@ -120,7 +120,7 @@ class Replay:
                 self._own.append(0.0)
 
     def _queued(self, sent: int) -> bool:
-        """Whether a send waited for the bytes of another."""
+        """Return whether a send waited for the bytes of another."""
         waited = self.spans.waited[sent]
         return waited >= 0 and isinstance(self.spans.effects[waited], Send)
 
@@ -269,14 +269,14 @@ class Replay:
     def makespans(self, scenarios: Sequence[Lengths]) -> list[float]:
         """Return the makespan of each scenario."""
         each = max(1, _ROOM // max(1, self.measured.lags.size))
-        found: list[float] = []
+        makespans: list[float] = []
         for begin in range(0, len(scenarios), each):
             some = scenarios[begin : begin + each]
             times = self._times(some)
             own = np.stack([one.own for one in some], axis=1)
             starts = (times[self._place[self._firsts]] - own[self._firsts]).min(axis=0)
-            found += (times[self._place[self._lasts]].max(axis=0) - starts).tolist()
-        return found
+            makespans += (times[self._place[self._lasts]].max(axis=0) - starts).tolist()
+        return makespans
 
     def _times(self, scenarios: Sequence[Lengths]) -> Floats:
         """Return the time of each node in each scenario, in the order of `order`."""

@@ -156,8 +156,8 @@ def what_if(timeline: Timeline | Measurement, *, schedule: Schedule | str | None
     notices: list[str] = []
     scenarios = [*_Ideals(replay)]
     if orders:
-        found, reasons = others(line, schedule)
-        scenarios += [_Scenario(other.what, other.assumes, other.what, None, None, other=other) for other in found]
+        simulated, reasons = others(line, schedule)
+        scenarios += [_Scenario(each.what, each.assumes, each.what, None, None, other=each) for each in simulated]
         notices += reasons
     replayed, *makespans = replay.makespans(
         [replay.measured, *(each.lengths for each in scenarios if each.lengths is not None)]

@@ -130,7 +130,7 @@ class Recorder(Observer):
         return (("Recorder", self.every, chosen, self.first, self.gradient_norm, deferred),)
 
     def captures(self, step: int) -> bool:
-        """Whether a step is captured."""
+        """Return whether a step is captured."""
         if self.steps is not None:
             return step in self.steps
         return step == self.first + 1 or (step % self.every == 0 and step > self.first)
@@ -428,7 +428,7 @@ class _Job:
 
 
 def _is_first(job: _Job | None) -> bool:
-    """Whether this process plays rank 0 of replica 0, which writes the curves."""
+    """Return whether this process plays rank 0 of replica 0, which writes the curves."""
     if job is not None:
         return 0 in job.ranks and job.replica == 0
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,7 +1,7 @@
 """The flights in a log directory: what the ranks of jobs that hang, crashed or run did last. No torch.
 
-TensorBoard knows nothing of these files: they are read from the folders of runs below the log directory, of which a
-bounded number is looked at. Links are followed, as TensorBoard does for captures.
+TensorBoard has no list of these files: they are read from the folders of runs below the log directory, of which a
+bounded number is searched. Links are followed, as TensorBoard does for captures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDS = 12  # of each rank
 Key = tuple[str, str]  # experiment and name
 
 
-class _Found(NamedTuple):
+class _Listed(NamedTuple):
     """A flight in the log directory, and when it was last written, in seconds since 1970."""
 
     key: Key
@@ -48,13 +48,13 @@ class Flights:
     def __init__(self, logdir: str) -> None:
         self._logdir = Path(logdir).expanduser() if logdir and "://" not in logdir else None
         self._listing, self._reading = threading.Lock(), threading.Lock()
-        self._listed: tuple[float, dict[Key, _Found]] = (-KEPT, {})
+        self._newest: tuple[float, dict[Key, _Listed]] = (-KEPT, {})
         self._read: OrderedDict[Key, tuple[float, dict[str, Any] | None]] = OrderedDict()
 
     def listing(self) -> list[dict[str, Any]]:
         """Return the flights as JSON, the newest first. The page reads this: keep the keys."""
-        found = self._found().values()
-        return [{"experiment": each.key[0], "name": each.key[1], "written": each.written} for each in found]
+        listed = self._listed().values()
+        return [{"experiment": each.key[0], "name": each.key[1], "written": each.written} for each in listed]
 
     def flight(self, experiment: str, name: str) -> dict[str, Any] | None:
         """Return what a flight says, as JSON; None if it is not listed, or has ended well since.
@@ -63,19 +63,19 @@ class Flights:
         """
         key = experiment, name
         with self._reading:  # several pages ask at the same time, and the files of many ranks are many
-            since, known = self._read.get(key, (-KEPT, None))
+            since, flight = self._read.get(key, (-KEPT, None))
             if time.monotonic() - since > KEPT:
-                known = self._flight(key)
-                self._read[key] = time.monotonic(), known
+                flight = self._flight(key)
+                self._read[key] = time.monotonic(), flight
                 self._read.move_to_end(key)
                 while len(self._read) > MOST_READ:
                     self._read.popitem(last=False)
-            return known
+            return flight
 
     def _flight(self, key: Key) -> dict[str, Any] | None:
-        found = self._found().get(key)
+        listed = self._listed().get(key)
         try:
-            ranks = [] if found is None else read(found.folder)
+            ranks = [] if listed is None else read(listed.folder)
         except OSError:
             ranks = []
         if not ranks:
@@ -84,23 +84,24 @@ class Flights:
         about = {"experiment": key[0], "name": key[1], "copied": copied, "processes": ranks[0].processes}
         return about | as_json(ranks, explain(ranks), RECORDS)
 
-    def _found(self) -> dict[Key, _Found]:
+    def _listed(self) -> dict[Key, _Listed]:
+        """Return the newest flights, as they were at most `KEPT` seconds ago."""
         with self._listing:
-            since, found = self._listed
+            since, listed = self._newest
             if time.monotonic() - since > KEPT:
                 newest = sorted(self._search(), key=attrgetter("written"), reverse=True)[:MOST_LISTED]
-                found = {each.key: each for each in newest}
-                self._listed = time.monotonic(), found
-            return found
+                listed = {each.key: each for each in newest}
+                self._newest = time.monotonic(), listed
+            return listed
 
-    def _search(self) -> Iterator[_Found]:
+    def _search(self) -> Iterator[_Listed]:
         if self._logdir is None:
             return
         for run in _runs(self._logdir):
             experiment = run.relative_to(self._logdir).as_posix()
             for flight in runs.flights(run):
                 key = "" if experiment == "." else experiment, flight.name
-                yield _Found(key, flight, max(runs.written(flight), default=0.0))
+                yield _Listed(key, flight, max(runs.written(flight), default=0.0))
 
 
 def _runs(logdir: Path) -> Iterator[Path]:

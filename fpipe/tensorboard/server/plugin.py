@@ -213,8 +213,7 @@ class PipelinePlugin(TBPlugin):  # type: ignore[misc]
 
     def _what_if(self, query: Query) -> Response:
         shown = self._shown(query)
-        found = unknown(shown.capture) if shown.capture.unrelated else answer(shown.what_if, shown.capture)
-        return query.answer(found)
+        return query.answer(unknown(shown.capture) if shown.capture.unrelated else answer(shown.what_if, shown.capture))
 
     def _export(self, query: Query) -> Response:
         from fpipe.tensorboard.server.exports import LINED, TYPES, CantExport, sendable, shortened, streamed

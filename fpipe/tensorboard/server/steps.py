@@ -46,9 +46,9 @@ class Outlines:
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
-        found = outline(capture())
+        figures = outline(capture())
         with self._lock:
-            self._kept[key] = found
+            self._kept[key] = figures
             while len(self._kept) > MAX_STEPS:
                 self._kept.popitem(last=False)
-        return found
+        return figures
