@@ -34,6 +34,7 @@ from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
 from fpipe.timelines.spans import CAUSE_OF_LANE, CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
+_ROUNDING = 1e-12  # share of the makespan: a shorter gap is a rounding error
 
 
 class Timeline:
@@ -193,15 +194,16 @@ class Timeline:
         `CAUSES` defines the causes; their sums are `causes`. A wait for another rank's compute is split in the same
         ratio throughout the rank: `imbalance` is the last part of each.
         """
-        share = self._imbalance[rank]
+        share, least = self._imbalance[rank], self._least
         for gap in self._waits(rank):
-            if gap.cause == "dependency" and share:
-                from_then = gap.end - share * (gap.end - gap.start)
-                if from_then > gap.start:
-                    yield Gap(gap.start, from_then, "dependency")
-                yield Gap(max(gap.start, from_then), gap.end, "imbalance")
-            else:
+            from_then = gap.end - share * (gap.end - gap.start)
+            if gap.cause != "dependency" or gap.end - from_then <= least:
                 yield gap
+            elif from_then - gap.start <= least:
+                yield gap._replace(cause="imbalance")
+            else:
+                yield Gap(gap.start, from_then, "dependency")
+                yield Gap(from_then, gap.end, "imbalance")
 
     @cached_property
     def _imbalance(self) -> list[float]:
@@ -212,8 +214,17 @@ class Timeline:
             shares.append(min(1.0, (busiest - busy) / waited) if waited else 0.0)
         return shares
 
+    @cached_property
+    def _least(self) -> float:
+        return _ROUNDING * self.makespan
+
     def _waits(self, rank: int) -> Iterator[Gap]:
         """Yield the gaps of a rank, in which every wait for another rank's compute is a dependency."""
+        least = self._least
+        return (gap for gap in self._pauses(rank) if gap.end - gap.start > least)
+
+    def _pauses(self, rank: int) -> Iterator[Gap]:
+        """Yield the gaps of a rank, those of rounding errors too."""
         spans, computes = self.spans, self._computes[rank]
         first, last = self.start, max(end for _, end in self._bounds)
         start, end = self._bounds[rank]

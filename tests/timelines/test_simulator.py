@@ -154,6 +154,14 @@ def test_every_unit_of_time_is_accounted_for(case):
     assert timeline.cost <= timeline.makespan
 
 
+def test_rounding_errors_are_no_gaps():
+    """Where a receive ends and a compute begins at sums of tenths that differ in their last bit."""
+    timeline = simulate(one_f_one_b, Plan(Placement.loop(8), 16), Costs(0.1, 0.1, 0.1, communication=0.01))
+    gaps = [gap for rank in range(8) for gap in timeline.gaps(rank)]
+    assert min(gap.end - gap.start for gap in gaps) == pytest.approx(0.01)
+    assert "host" not in timeline.cause_names
+
+
 @given(planned())
 def test_the_critical_path_is_a_chain_without_gaps_from_start_to_end(case):
     schedule, plan, costs = case
