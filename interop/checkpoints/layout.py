@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -14,12 +15,26 @@ from torch import Tensor
 from fpipe.handlers.contents import fingerprint
 from fpipe.interop.checkpoints.chunks import Chunk, chunks_of
 from fpipe.interop.checkpoints.names import Entry, Name, entries, storable
+from fpipe.interop.checkpoints.slots import WORD
 from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.sharding import local, sharding_key
 
 ALIGNED = 64  # bytes
 ROOM = 4096  # bytes for values, at least
 EMPTY = 2  # tensors like a parameter that an optimizer without values will keep for it, as Adam does
+CACHED = 1 << 19  # bytes that a core still has in its cache after it has copied them
+
+
+class Run(NamedTuple):
+    """Parts of tensors that are copied one after another, then read for their sum while they are in the cache.
+
+    Args:
+        places: of the parts in the file.
+        content: the bytes of the file that are theirs, in whole words of 64 bits.
+    """
+
+    places: list[Tensor]
+    content: np.ndarray[Any, Any]
 
 
 class Layout:
@@ -38,6 +53,7 @@ class Layout:
         self._keys = [_key(each.leaf) for each in listed]
         self._plain = [(at, each.name) for at, each in enumerate(listed) if each.is_stored and not _is_tensor(each)]
         self._whole: list[tuple[int, Chunk | None]] = []
+        self._rows: list[int | None] = []  # of each part of these
         self.tensors: list[tuple[Name, str, list[int], list[int], list[int], int]] = []
         self.size, later, holds = 0, 0, []
         for at, each in enumerate(listed):
@@ -53,7 +69,9 @@ class Layout:
                     kind = str(each.leaf.dtype).removeprefix("torch.")
                     place = [*each.leaf.shape], [*chunk.offsets], [*chunk.sizes], self.size
                     self.tensors.append((each.name, kind, *place))
-                    self.size += _aligned(prod(chunk.sizes) * each.leaf.dtype.itemsize)
+                    size = prod(chunk.sizes) * each.leaf.dtype.itemsize
+                    self._rows.append(_rows(chunk.sizes, size) if each.leaf.device.type == "cpu" else None)
+                    self.size += _aligned(size)
             elif each.is_empty and each.parameter is not None:
                 later += EMPTY * _aligned(local(each.parameter[1]).nbytes) + ALIGNED
             if each.stage is not None:
@@ -66,20 +84,42 @@ class Layout:
         return spec == self._spec and list(map(_key, leaves)) == self._keys
 
     def sources(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the tensors to be copied."""
-        return [local(leaves[at]) if chunk is None else chunk.of(leaves[at]) for at, chunk in self._whole]
+        """Return the tensors to be copied, in parts."""
+        with torch.no_grad():
+            return [*self._sources(leaves)]
+
+    def _sources(self, leaves: Sequence[Any]) -> Iterator[Tensor]:
+        for (at, chunk), rows in zip(self._whole, self._rows, strict=True):
+            yield from _parts(local(leaves[at]) if chunk is None else chunk.of(leaves[at]), rows)
 
     def plain(self, leaves: Sequence[Any]) -> list[tuple[Name, Any]]:
         """Return the values that are no tensors."""
         return [(name, {} if _is_dict(leaves[at]) else storable(name, leaves[at])) for at, name in self._plain]
 
-    def places(self, memory: Tensor) -> list[Tensor]:
-        """Return the memory of each tensor within that of all."""
-        result = []
-        for _, kind, _, _, sizes, at in self.tensors:
+    def runs(self, memory: Tensor) -> list[Run]:
+        """Return the places of these parts within the memory for all, in runs of about `CACHED` bytes."""
+        content, begin, stop = memory.numpy(), memory.data_ptr(), 0
+        groups, starts = list[list[Tensor]](), list[int]()
+        for (_, kind, _, _, sizes, at), rows in zip(self.tensors, self._rows, strict=True):
             dtype = getattr(torch, kind)
-            result.append(memory[at : at + prod(sizes) * dtype.itemsize].view(dtype).view(sizes))
-        return result
+            whole = memory[at : at + prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+            for place in _parts(whole, rows):
+                if not groups or stop - starts[-1] >= CACHED:
+                    groups.append([])
+                    starts.append(stop // WORD * WORD)  # a word of two runs is summed with the second one
+                groups[-1].append(place)
+                stop = place.data_ptr() - begin + place.nbytes if place.numel() else stop
+        stops = [*starts[1:], len(content)]
+        return [Run(places, content[a:b]) for places, a, b in zip(groups, starts, stops, strict=True)]
+
+
+def _rows(sizes: Sequence[int], size: int) -> int | None:
+    """Return the rows of a part of a tensor of so many bytes; None where it is one part."""
+    return max(1, CACHED * sizes[0] // size) if size > CACHED and sizes else None
+
+
+def _parts(tensor: Tensor, rows: int | None) -> Sequence[Tensor]:
+    return [tensor] if rows is None else tensor.split(rows)  # type: ignore[no-untyped-call]
 
 
 def _is_tensor(entry: Entry) -> bool:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -416,18 +415,18 @@ class _Generation:
         self.room = 0
 
     def lay_out(self, layout: Layout, table: bytes, room: int) -> None:
-        self._places, self._bytes = list[Tensor](), np.empty(0, np.uint8)
         memory = self._slot.lay_out(table, room, layout.size)
-        if layout.size:
-            self._places = layout.places(torch.frombuffer(memory, dtype=torch.uint8))
-            self._bytes = np.frombuffer(memory, np.uint8)
+        self._runs = layout.runs(torch.frombuffer(memory, dtype=torch.uint8)) if layout.size else []
         self.layout, self.room = layout, room
 
     def write(self, attempt: int, step: int, tensors: list[Tensor], values: bytes) -> None:
         self._slot.begin()
+        total = copied = 0
         with torch.no_grad():
-            torch._foreach_copy_(self._places, tensors)
-        self._slot.commit(attempt, step, values, checksum(self._bytes))
+            for places, content in self._runs:
+                torch._foreach_copy_(places, tensors[copied : copied + len(places)])
+                total, copied = total + checksum(content), copied + len(places)
+        self._slot.commit(attempt, step, values, total)
 
     @property
     def content(self) -> Tensor:

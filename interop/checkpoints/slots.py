@@ -38,6 +38,7 @@ RECORD = struct.Struct("<qqqQI")  # attempt and step; bytes of the values; check
 CRC = struct.Struct("<I")  # of the record
 FLOCK = "hhqqi"  # `struct flock` of Linux on 64 bits: type, whence, start, length, process
 AT_RECORD, AT_TABLE, PAGE = 64, 4096, 4096
+WORD, MODULUS = 8, 1 << 64  # of checksums: bytes that are added as a number, and the numbers that there are
 ATTEMPTS = 100  # to make a folder that others remove
 GENERATIONS = 3  # files of a process, at most
 NAMED = re.compile(r"(\d{6})\.(?:[012]|unfinished)")
@@ -100,8 +101,10 @@ def host_of(shared: Path) -> str:
 def checksum(content: np.ndarray[Any, Any]) -> int:
     """Return the sum of words of 64 bits: any one flipped bit changes it, and it is read at the speed of memory.
 
+    That of several pieces is the sum of theirs, modulo 2**64.
+
     Args:
-        content: bytes, a multiple of eight.
+        content: bytes, a multiple of `WORD`.
     """
     return int(np.add.reduce(content.view(np.uint64), dtype=np.uint64))
 
@@ -369,10 +372,10 @@ class Slot:
         self._bytes[AT_RECORD : AT_RECORD + RECORD.size + CRC.size] = bytes(RECORD.size + CRC.size)
 
     def commit(self, attempt: int, step: int, values: bytes, tensors: int) -> None:
-        """Hold a step from now on, whose tensors are written and have this checksum."""
+        """Hold a step from now on, whose tensors are written and have this checksum, modulo 2**64."""
         at = AT_TABLE + len(self._table)
         self._bytes[at : at + len(values)] = values
-        record = RECORD.pack(attempt, step, len(values), tensors, zlib.crc32(self._table + values))
+        record = RECORD.pack(attempt, step, len(values), tensors % MODULUS, zlib.crc32(self._table + values))
         self._bytes[AT_RECORD : AT_RECORD + RECORD.size + CRC.size] = record + CRC.pack(zlib.crc32(record))
 
 

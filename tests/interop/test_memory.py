@@ -130,10 +130,16 @@ def test_sigterm_saves_on_disk_and_leaves_nothing_in_memory(begin, tmp_path):
     assert begin()[0].step == 8
 
 
-@pytest.mark.parametrize("place", ["tensors", "record"])
-def test_a_step_that_is_torn_is_not_loaded(begin, tmp_path, whole, place):
-    """The process is killed while it copies, or before the record is written."""
-    name = "torch._foreach_copy_" if place == "tensors" else "fpipe.interop.checkpoints.slots.Slot.commit"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._foreach_copy_",
+        "fpipe.interop.checkpoints.memory.checksum",
+        "fpipe.interop.checkpoints.slots.Slot.commit",
+    ],
+)
+def test_a_step_that_is_torn_is_not_loaded(begin, tmp_path, whole, name):
+    """The process is killed while it copies, after a part of the tensors, or before the record is written."""
     write = memories.MemoryCheckpoints.write
 
     def torn(own, step, *rest):
@@ -180,6 +186,48 @@ def test_a_flipped_bit_anywhere_is_never_loaded(begin, tmp_path, whole, caplog):
     assert run.step == 6
     assert "step 7 in memory can't be loaded" in caplog.text
     assert not differences(run_jobs.train(run, *rest), whole)
+
+
+def test_tensors_are_copied_in_runs_of_parts_whose_sums_are_that_of_all(tmp_path):
+    """Of any shape, dtype and strides: parts of long rows, rows that end within a word, and nothing at all."""
+    tensors = {
+        "rows of three bytes": torch.arange(300, dtype=torch.int8).view(-1, 3),
+        "transposed": torch.randn(40, 30).T,
+        "expanded": torch.randn(1, 7).expand(50, 7),
+        "number": torch.tensor(3.0),
+        "nothing": torch.empty(0, 4),
+        "one long row": torch.randn(1, 333),
+        "half": torch.randn(33, 7).bfloat16(),
+        "bits": torch.randn(77) > 0,
+    }
+
+    def checkpoints():
+        pipeline = fpipe.Pipeline([run_jobs.layer], run_jobs.mse)
+        plan, memory = pipeline.plan(fpipe.Placement.loop(1), 1), interop.Memory(folder=tmp_path)
+        return interop.Checkpoints(tmp_path / "saved", pipeline, plan, handler=handlers.Local(), memory=memory)
+
+    counts = []
+    for cached in (8, 200, 1 << 19):
+        with patch.object(layout, "CACHED", cached):
+            first = checkpoints()
+            first.resume(params={0: {"w": torch.ones(3, 3)}}, odd=tensors, step=0)
+            first.keep_in_memory(params={0: {"w": torch.ones(3, 3)}}, odd=tensors, step=1)
+            counts.append(len(first._memory._slots[0]._runs))
+        (stored,) = stored_in(first._memory.folder)
+        assert stored.is_right
+        again = checkpoints()
+        like = {name: torch.zeros_like(x) for name, x in tensors.items()}
+        loaded = again.resume(params={0: {"w": torch.zeros(3, 3)}}, odd=like, step=0)
+        assert loaded["step"] == 1
+        assert not differences(loaded["odd"], tensors)
+        content = stored.tensors.copy()
+        for at in range(len(content)):
+            content[at] ^= 1 << at % 8
+            assert slots.checksum(content) != stored.sum
+            content[at] ^= 1 << at % 8
+        again.clear_memory()
+        shutil.rmtree(tmp_path / "saved")
+    assert counts[0] > counts[1] > counts[2] == 1
 
 
 def test_where_memory_is_lost_the_checkpoint_on_disk_is_loaded(begin, tmp_path, whole):
