@@ -70,6 +70,10 @@ from fpipe.stages.pipeline import Pipeline
 
 COPIES = 2  # generations of another process's files
 LONG = 1.0  # seconds that a step may wait for the copy of the one before until the user is told
+REMOVED = (
+    "another program has removed {} while the run writes it, and it is made again: with RemoveIPC=yes, systemd removes "
+    "a user's files in shared memory once the user has logged out"
+)
 END = 10.0  # seconds for the neighbours to end, at the end of a run
 
 
@@ -289,8 +293,11 @@ class MemoryCheckpoints:
         self._wait(step)
         try:
             self._take()
-            slot = self._slots[self._next] or _Generation(self._paths[self._next])
-            self._slots[self._next] = slot
+            slot = self._slots[self._next]
+            if slot is None or not slot.is_there:
+                if slot is not None:
+                    warn(REMOVED.format(slot.path))
+                slot = self._slots[self._next] = _Generation(self._paths[self._next])
             if slot.layout is not self._layout or slot.room < len(text):
                 slot.lay_out(self._layout, self._table(), 2 * len(text) + ROOM)
         except (OSError, CheckpointError) as error:
@@ -427,6 +434,10 @@ class _Generation:
                 torch._foreach_copy_(places, tensors[copied : copied + len(places)])
                 total, copied = total + checksum(content), copied + len(places)
         self._slot.commit(attempt, step, values, total)
+
+    @property
+    def is_there(self) -> bool:
+        return self._slot.is_there
 
     @property
     def content(self) -> Tensor:

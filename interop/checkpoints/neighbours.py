@@ -248,8 +248,9 @@ class Copy:
     def _memory(self, size: int) -> memoryview:
         _take(self._lock)
         self.removed.clear()
-        slot = self._slots[self._next] or Slot(self.paths[self._next], size)
-        self._slots[self._next] = slot
+        slot = self._slots[self._next]
+        if slot is None or not slot.is_there:
+            slot = self._slots[self._next] = Slot(self.paths[self._next], size)
         return slot.cleared(size)
 
     def remove(self) -> None:

@@ -129,10 +129,11 @@ class Lock:
 
         An object that had it before in this process has ended it when it is gone: take it again now and then.
         """
-        if self._file is not None:
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink:
             with suppress(OSError):
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
+        self._close()  # another program has removed it
         until = time.monotonic() + patience
         while True:
             file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, MODE), "r+b", buffering=0)
@@ -164,6 +165,10 @@ class Lock:
         """Give up the lock, and remove its file."""
         if self._file is not None:
             self.path.unlink(missing_ok=True)
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
             self._file.close()
             self._file = None
 
@@ -318,6 +323,7 @@ class Slot:
         try:
             size = max(size, os.fstat(file).st_size, PAGE)
             os.posix_fallocate(file, 0, size)
+            self._inode = os.fstat(file).st_ino
             self._bytes = mmap.mmap(file, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         except OSError:
             self.path.unlink()
@@ -361,6 +367,14 @@ class Slot:
             self._open(size)
         self.begin()
         return memoryview(self._bytes)[:size]
+
+    @property
+    def is_there(self) -> bool:
+        """The file has its name. Else another program has removed it, and a start of the job would not see it."""
+        try:
+            return os.lstat(self.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     @property
     def content(self) -> memoryview:

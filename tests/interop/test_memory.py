@@ -230,6 +230,27 @@ def test_tensors_are_copied_in_runs_of_parts_whose_sums_are_that_of_all(tmp_path
     assert counts[0] > counts[1] > counts[2] == 1
 
 
+def test_files_that_another_program_removes_are_made_again(begin, tmp_path, whole):
+    """As systemd does when the user logs out."""
+    run, *rest = begin()
+
+    def accident(i):
+        if i == 3:
+            shutil.rmtree(tmp_path / "shm" / f"fpipe-{os.getuid()}")
+        if i == 9:
+            raise ArithmeticError("bad row")
+
+    warns = pytest.warns(UserWarning, match=r"another program has removed .*: with RemoveIPC=yes, systemd")
+    with warns, pytest.raises(ArithmeticError):
+        run_jobs.train(run, *rest, accident)
+    run.checkpoints.finish()
+    assert_kept(tmp_path, [8, 9])
+    run, *rest = begin()
+    assert run.step == 9
+    assert not differences(run_jobs.train(run, *rest), whole)
+    assert [*(tmp_path / "shm").iterdir()] == []
+
+
 def test_where_memory_is_lost_the_checkpoint_on_disk_is_loaded(begin, tmp_path, whole):
     stopped(7, begin)
     for path in files_of(parts(tmp_path)[0]):
