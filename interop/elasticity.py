@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -38,7 +39,7 @@ from fpipe.programs.verifier import check
 from fpipe.schedules.found import Found
 from fpipe.schedules.search import search
 from fpipe.stages.pipeline import Pipeline
-from fpipe.store import JobStore, StoreError, warn_of_shared_store
+from fpipe.store import JobStore, StoreError, bounded, warn_of_shared_store
 
 T = TypeVar("T")
 log = logging.getLogger("fpipe.elastic")
@@ -281,8 +282,14 @@ def _among(handler: Handler, plan: Plan) -> Handler:
     rank, replica = divmod(handler.rank, plan.replicas)
 
     def group(processes: torch.Tensor) -> dist.ProcessGroup:
-        limit = timedelta(seconds=handler.timeout)
-        return dist.new_group(processes.tolist(), timeout=limit, use_local_synchronization=True)  # type: ignore[no-any-return]
+        numbers, limit = processes.tolist(), timedelta(seconds=handler.timeout)
+        make = partial(dist.new_group, numbers, timeout=limit, use_local_synchronization=True)
+        try:
+            return bounded(make, handler.timeout)  # type: ignore[no-any-return]
+        except (RuntimeError, TimeoutError) as error:  # the host of the job's store may be stopped
+            raise TransportError(
+                f"process {dist.get_rank()} could not make a group of processes {numbers}: {error}; {HINT}"
+            ) from error
 
     if plan.replicas == 1:
         return handler.over(group(grid[:, 0]))

@@ -94,6 +94,13 @@ def test_processes_beyond_the_stages_wait_until_the_others_are_done(pools, tmp_p
     assert "1 process with no stage: there are 2" in results[0]["text"]
 
 
+def test_groups_that_are_never_made_are_an_error_within_the_time_limit(pools):
+    """As where the process that hosts the job's store is stopped meanwhile."""
+    for rank, (text, seconds) in enumerate(pools(2).run(elastic_jobs.silent)):
+        assert f"process {rank} could not make a group of processes [{rank}]: it did not return within" in text
+        assert seconds < 6
+
+
 @thorough
 def test_all_ranks_come_to_the_same_plan_within_the_limit(pools):
     options = {"costs": SIZED, "memory_limit_bytes": 120}

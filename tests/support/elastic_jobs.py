@@ -117,6 +117,17 @@ def choose(rank, options_of_ranks):
     return job.text, job.found.bytes, [*fpipe.lower(job.schedule, job.plan)[0].effects]
 
 
+def silent(rank):
+    """The error of `elastic` where groups of its processes are never made, and the seconds until it is raised."""
+    pipeline, handler = Pipeline([layer] * 2, mse), handlers.Distributed(timeout=1)
+    began = time.monotonic()
+    with patch.object(dist, "new_group", lambda *_, **__: time.sleep(10)):
+        try:
+            interop.elastic(pipeline, MICROBATCHES, handler=handler, replicas=2)
+        except fpipe.TransportError as error:
+            return str(error), time.monotonic() - began
+
+
 def measured(rank, folder):
     """How often the costs were measured on this rank, in two starts, and the plans."""
     calls, texts = [], []
