@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +18,8 @@ from tests.support.combinations import ALL, few, one_in, thorough
 from tests.support.jobs import differences
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+VARIABLES = os.environ | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +154,16 @@ def test_all_ranks_save_after_a_step_that_fails_and_is_left_out(pools, tmp_path)
 @pytest.mark.skipif(not ALL, reason="four starts under torchrun take a minute: FPIPE_TESTS=all runs them")
 def test_a_job_that_loses_a_rank_again_and_again_ends_with_the_same_bits(tmp_path):
     """Under torchrun, which sends SIGTERM to the other rank: no save begins, and the next start loads the last one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [*command, "--max-restarts", "3", "--monitor-interval", "0.1", run_jobs.__file__, str(tmp_path / "killed")]
-    done = subprocess.run(
-        script, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
-    )
+    options = [
+        "--max-restarts",
+        "3",
+        "--monitor-interval",
+        "0.1",
+        run_jobs.__file__,
+        str(tmp_path / "killed"),
+        "killed",
+    ]
+    done = subprocess.run([*TORCHRUN, *options], cwd=ROOT, env=VARIABLES, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     whole = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=20)
     for rank in range(2):
@@ -163,6 +171,32 @@ def test_a_job_that_loses_a_rank_again_and_again_ends_with_the_same_bits(tmp_pat
         assert end["step"] == 20
         assert not differences(end["params"][rank], whole["params"][rank])
     assert {int(name.rpartition("-")[2]) % run_jobs.EVERY for name in names(tmp_path / "killed")} == {0}
+
+
+@pytest.mark.skipif(not ALL, reason="starts torchrun, and two processes that import torch: FPIPE_TESTS=all runs it")
+def test_torchrun_that_is_asked_to_end_leaves_one_checkpoint_of_all_ranks(tmp_path):
+    """It passes SIGTERM on to its processes, as where a scheduler takes the machine."""
+    (folder := tmp_path / "asked").mkdir()
+    script = [*TORCHRUN, "--max-restarts", "3", run_jobs.__file__, str(folder), "endless"]
+    agent = subprocess.Popen(script, cwd=ROOT, env=VARIABLES, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while not (folder / "at-0").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        agent.terminate()
+        assert agent.wait(60)
+    finally:
+        agent.kill()
+    last = int((folder / "left-0").read_text())
+    assert last == int((folder / "left-1").read_text())
+    after = [step for name in names(folder) if (step := int(name.rpartition("-")[2])) % run_jobs.EVERY or step == last]
+    assert after == [last]
+    run, *rest = run_jobs.begin(folder, handlers.Local())
+    assert run.step == last
+    whole = run_jobs.train(*run_jobs.begin(tmp_path / "whole", handlers.Local()), total=last + 3)
+    assert not differences(run_jobs.train(run, *rest, total=last + 3), whole)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 
@@ -143,5 +144,19 @@ def main(folder):
     torch.save(result, f"{folder}/end-{handler.rank}.pt")
 
 
+def endless(folder):
+    """A rank of a job that trains until it is asked to end: it notes the step that runs, and its last one."""
+    handler = handlers.auto(timeout=20)
+    run, step, adam = begin(folder, handler)
+
+    def note(i):
+        Path(folder, f"at-{handler.rank}").write_text(str(i))
+
+    try:
+        train(run, step, adam, note, total=10**9)
+    finally:
+        Path(folder, f"left-{handler.rank}").write_text(str(run.step))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    {"killed": main, "endless": endless}[sys.argv[2]](sys.argv[1])
