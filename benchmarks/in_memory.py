@@ -6,10 +6,11 @@
 The model and data of `benchmarks.peers`, by 1F1B over gloo, one thread a process, with AdamW, fused and donated. A
 round runs a block of steps with memory checkpoints and one without, in alternating order. `ms` and `plain_ms` are
 medians of the rounds, by the clock; `ratio` is the median of the rounds' ratios. `cpu_ratio` is that of the processor
-time of rank 0 in the same blocks, all its threads, which other programs disturb less. `write_ms` is the processor time
-of a checkpoint in the thread that trains, and `bytes` its size. A width has a row with a checkpoint after each step,
-and two rows with `neighbour`, after each step and after each eighth: there each rank plays a host, and sends its
-checkpoints to the other one, through the loopback, while the next step runs.
+time of rank 0 in the same blocks, all its threads, which other programs disturb less. Of this, `write_ms` is that of a
+checkpoint in the thread that trains, and `beside_ms` that in all other threads, by the median of the rounds'
+differences; `share` is the sum of these two over the steps without. `bytes` is the size. A width has a row with a
+checkpoint after each step, and two rows with `neighbour`, after each step and after each eighth: there each rank plays
+a host, and sends its checkpoints to the other one, through the loopback, while the next step runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,20 @@ from fpipe import Placement, handlers, interop, schedules
 from fpipe.stages.pytree import flatten
 
 CASES = ((False, 1), (True, 1), (True, 8))
-"""Whether a rank has a neighbour, and the steps from one checkpoint to the next."""
+"""`neighbour` and `every` of `interop.Memory`."""
+
+
+class Seconds(NamedTuple):
+    """Seconds of a step, by the clock and of processor time: of all threads, and of all but the one that trains."""
+
+    clock: float
+    cpu: float
+    beside: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        cpu = time.process_time()
+        return cls(time.perf_counter(), cpu, cpu - time.thread_time())
 
 
 class Training:
@@ -69,16 +83,16 @@ class Training:
         return sum(leaf.nbytes for leaf in flatten((self.params, self.optimizer)).leaves)
 
 
-def block(step: Callable[[], object], steps: int) -> tuple[float, float]:
-    """Return the seconds of a step, by the clock and of this process, after one uncounted step."""
+def block(step: Callable[[], object], steps: int) -> Seconds:
+    """Return the mean of some steps, after an uncounted one."""
     gc.collect()
     step()
     dist.barrier()
-    start = time.perf_counter(), time.process_time()
+    start = Seconds.now()
     for _ in range(steps):
         step()
     dist.barrier()
-    return (time.perf_counter() - start[0]) / steps, (time.process_time() - start[1]) / steps
+    return Seconds(*((end - begin) / steps for end, begin in zip(Seconds.now(), start, strict=True)))
 
 
 def job(
@@ -97,25 +111,28 @@ def job(
         for way in ways * 2:
             way()
         training.write_seconds.clear()
-        times: list[tuple[tuple[float, float], ...]] = []
+        times: list[tuple[Seconds, ...]] = []
         gc.disable()
         for i in range(rounds):
             pair = [block(way, steps) for way in ways[:: 1 if i % 2 else -1]]
             times.append(tuple(pair[:: 1 if i % 2 else -1]))
         gc.enable()
         training.checkpoints.clear_memory()
-        writes = training.write_seconds
+        write = statistics.median(training.write_seconds)
+        beside = every * statistics.median(kept.beside - plain.beside for kept, plain in times)
         yield [
             {
                 "width": width,
                 "ranks": ranks,
                 "neighbour": neighbour,
                 "every": every,
-                "ms": 1e3 * statistics.median(kept[0] for kept, _ in times),
-                "plain_ms": 1e3 * statistics.median(plain[0] for _, plain in times),
-                "ratio": statistics.median(kept[0] / plain[0] for kept, plain in times),
-                "cpu_ratio": statistics.median(kept[1] / plain[1] for kept, plain in times),
-                "write_ms": 1e3 * statistics.median(writes),
+                "ms": 1e3 * statistics.median(kept.clock for kept, _ in times),
+                "plain_ms": 1e3 * statistics.median(plain.clock for _, plain in times),
+                "ratio": statistics.median(kept.clock / plain.clock for kept, plain in times),
+                "cpu_ratio": statistics.median(kept.cpu / plain.cpu for kept, plain in times),
+                "share": (write + beside) / every / statistics.median(plain.cpu for _, plain in times),
+                "write_ms": 1e3 * write,
+                "beside_ms": 1e3 * beside,
                 "bytes": training.bytes,
                 "rounds": rounds,
             }
@@ -132,7 +149,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         )
         print("{plain_ms:.1f} without".format(**r), end="")
         print(", ratio {ratio:.3f}, of processor time {cpu_ratio:.3f}".format(**r), end="")
-        print("; {write_ms:.2f} ms for a checkpoint of {0:.1f} MiB".format(r["bytes"] / 2**20, **r), flush=True)
+        print("; a checkpoint of {0:.1f} MiB takes {write_ms:.2f} ms of it".format(r["bytes"] / 2**20, **r), end="")
+        print(" and {beside_ms:.2f} beside, {share:.2%} of the steps".format(**r), flush=True)
 
 
 def main() -> None:
