@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe.autodiff import agreement
 from fpipe.autodiff.braid import Run, plainly, waits
 from fpipe.autodiff.graph.block import NO_PARTS, Block, Parts, Sink
-from fpipe.autodiff.graph.codegen import emit
+from fpipe.autodiff.graph.codegen import are_same, emit
 from fpipe.autodiff.graph.collectives import Post, posts
 from fpipe.autodiff.graph.cse import without_duplicates
 from fpipe.autodiff.graph.functionalize import functionalize
@@ -220,7 +220,10 @@ class Functions:
                 stage=self.config.number,
             )
         agreement.compare(self.config.number, self._compared(self._collectives(blocks.backward.pieces)))
-        return self._functions(blocks.backward, joint, self.config.function(blocks.backward.prepare, joint))
+        prepare = self.config.function(blocks.backward.prepare, joint)
+        if not self.config.compile and are_same(prepare, self.prepare):  # what it computes is there once in a step
+            prepare = self.prepare
+        return self._functions(blocks.backward, joint, prepare)
 
     def compare(self, in_turns: bool) -> None:
         """Compare the collectives with those of other processes, before any of them runs.

@@ -439,3 +439,26 @@ def test_an_input_gradient_needs_no_more_memory_than_by_eager_autograd():
 @pytest.mark.parametrize("way", ["nothing", "cheap"])
 def test_a_backward_that_redoes_its_forward_needs_no_more_memory_than_one_that_keeps_it(way):
     assert fused(way)[0].peak <= fused("everything")[0].peak
+
+
+class Triangles(TorchDispatchMode):
+    """Counts the masks that are made."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.tril.default
+        return func(*args, **kwargs or {})
+
+
+def test_what_depends_on_the_params_alone_is_computed_once_whatever_the_cotangents_look_like():
+    """The second stage reads the transpose, and so its gradient is transposed: the first one's backward has two."""
+    stages = [lambda p, x: torch.tanh(x @ p) * torch.ones(8, 8).tril(), lambda p, x: x.T @ p]
+    pipeline, params = Pipeline(stages, cases.mse), {0: cases.randn(8, 8), 1: cases.randn(8, 8)}
+    plan, x = pipeline.plan(Placement.loop(2), 2), cases.randn(16, 8)
+    step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handlers.Local(), autodiff="graph")
+    expected = step(params, x, x)
+    with Triangles() as made:
+        again = step(params, x, x)
+    assert made.count == 1
+    assert all(map(torch.equal, optree.tree_leaves(again), optree.tree_leaves(expected)))

@@ -83,6 +83,20 @@ def _defined(name: str, lines: Sequence[str], names: dict[str, Any]) -> Emitted:
     return function
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two emitted functions have the same text, with equal values for the names in it."""
+    names, others = one.__globals__, other.__globals__
+    return one.source == other.source and all(
+        value is one or _is_same(value, others.get(name)) for name, value in names.items()
+    )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if value is other or isinstance(value, Tensor):
+        return value is other
+    return type(value) is type(other) and bool(value == other)
+
+
 @dataclass
 class _Writer:
     """Turns the nodes of a block into the lines of a function, in order.
