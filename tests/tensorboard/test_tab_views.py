@@ -613,7 +613,7 @@ def test_a_trace_is_handed_to_perfettos_page(tab):
 # Small windows
 
 
-@pytest.mark.parametrize(("size", "least"), [((900, 600), 240), ((600, 500), 120)])
+@pytest.mark.parametrize(("size", "least"), [((900, 600), 240), ((600, 500), 200)])
 def test_a_small_window_shows_the_timeline_and_its_notices(chromium, board, size, least):
     """Below TensorBoard's bar of 64 pixels; the marks and the legend are behind a button."""
     state = f"&p.fpipe_timeline.run={quote('one/measured', '')}&p.fpipe_timeline.step=77"

@@ -44,6 +44,7 @@ export function drawer({ marks, extras }) {
 }
 
 const LEAST = 60; // pixels of the tables
+const KEPT = 200; // pixels of the timeline, as in page.css
 
 /**
  * The splitter between timeline and tables, moved by pointer or keys.
@@ -52,7 +53,7 @@ const LEAST = 60; // pixels of the tables
  */
 export function splitter(shell, changed) {
   const set = (tall) => {
-    const most = Math.max(LEAST, shell.page.clientHeight - 220);
+    const most = Math.max(LEAST, shell.below.offsetHeight + shell.timeline.offsetHeight - KEPT);
     shell.below.style.flexBasis = tall === null ? "" : `${Math.max(LEAST, Math.min(tall, most))}px`;
     changed();
   };
