@@ -925,6 +925,9 @@ def test_the_last_effects_of_a_crashed_job_are_shown(tab):
     assert "Forward(stage=1, microbatch=1)" in last
     assert tab.page.evaluate("window.hacked") is None
     tab.show("own/predicted")
+    tab.linked(run="slow/predicted", tab="flight")
+    tab.again()
+    tab.until("() => document.querySelector('#tab-flight').ariaSelected === 'true'")  # it has come after the capture
     tab.until("() => document.querySelector('#tab-flight').hidden")
     assert "is gone" not in tab.js("document.querySelector('#notices').textContent")
 

@@ -11,6 +11,7 @@ export class Tabs {
   constructor(shell, state, opened) {
     [this.shell, this.state, this.tell] = [shell, state, opened];
     this.filled = new Map(); // panel -> the state that it shows
+    this.awaited = null; // a panel that was chosen, until there is a tab of it
     this.panes = new Map(PANELS.map((panel) => [panel, this._pane(panel)]));
     shell.tabs.append(...Array.from(this.panes.values(), ({ tab }) => tab));
     shell.tables.append(...Array.from(this.panes.values(), ({ place }) => place));
@@ -20,7 +21,7 @@ export class Tabs {
 
   _pane(panel) {
     const [tab, place] = [`tab-${panel.id}`, `panel-${panel.id}`];
-    const on = { click: () => this.open(panel) };
+    const on = { click: () => this._press(panel) };
     return {
       tab: element("button", { id: tab, type: "button", role: "tab", "aria-controls": place, on }, panel.title),
       place: element("div", { id: place, role: "tabpanel", "aria-labelledby": tab, tabindex: 0 }),
@@ -32,18 +33,25 @@ export class Tabs {
     if (!by) return;
     const shown = PANELS.filter((panel) => !this.panes.get(panel).tab.hidden);
     const next = shown[(shown.indexOf(this.opened) + by + shown.length) % shown.length];
-    this.open(next);
+    this._press(next);
     this.panes.get(next).tab.focus();
   }
 
-  /** The name of the open panel; null if it is the first. */
-  get chosen() {
-    return this.opened === PANELS[0] ? null : this.opened.id;
+  _press(panel) {
+    this.awaited = null;
+    this.open(panel);
   }
 
-  /** Opens the panel of a name, if there is one; else the first. */
+  /** The name of the open panel, or of the one that is to be opened; null if it is the first. */
+  get chosen() {
+    const { id } = this.awaited ?? this.opened;
+    return id === PANELS[0].id ? null : id;
+  }
+
+  /** Opens the panel of a name, if there is one, once it has a tab; else the first. */
   choose(name) {
-    this.open(PANELS.find(({ id }) => id === name) ?? PANELS[0]);
+    this.awaited = PANELS.find(({ id }) => id === name) ?? null;
+    this.open(this.awaited ?? PANELS[0]);
   }
 
   open(panel) {
@@ -65,6 +73,11 @@ export class Tabs {
     for (const [panel, { tab }] of this.panes) tab.hidden = Boolean(panel.absent?.(state));
     const called = PANELS.find(({ opens }) => opens && state[opens] && state[opens] !== last?.[opens]);
     if (called && called !== this.opened) return this.open(called);
+    const { awaited } = this;
+    if (awaited && !this.panes.get(awaited).tab.hidden) {
+      this.awaited = null;
+      if (awaited !== this.opened) return this.open(awaited);
+    }
     const { tab, place } = this.panes.get(this.opened);
     if (tab.hidden) return this.open(PANELS[0]);
     const shown = this.filled.get(this.opened);
