@@ -617,8 +617,9 @@ def test_search_finds_what_python_finds(tab, logdir):
 
 
 def search(tab, query):
+    """At once, and not after the pause that follows a key."""
     tab.frame.fill("#search", query)
-    tab.until("query => window.fpipe.app.finder.searched === query", query)
+    tab.js("window.fpipe.app.finder.search()")
 
 
 def test_a_query_that_cannot_be_read_is_told(tab):
@@ -924,10 +925,10 @@ def test_the_last_effects_of_a_crashed_job_are_shown(tab):
     last = tab.js("[...document.querySelectorAll('#panel-flight details')][1].innerText")
     assert "Forward(stage=1, microbatch=1)" in last
     assert tab.page.evaluate("window.hacked") is None
-    tab.show("own/predicted")
     tab.linked(run="slow/predicted", tab="flight")
     tab.again()
     tab.until("() => document.querySelector('#tab-flight').ariaSelected === 'true'")  # it has come after the capture
+    tab.show("own/predicted")
     tab.until("() => document.querySelector('#tab-flight').hidden")
     assert "is gone" not in tab.js("document.querySelector('#notices').textContent")
 
@@ -974,6 +975,7 @@ def test_a_flight_that_does_not_come_is_told_and_asked_for_again(tab):
     tab.forgive("500")
 
 
+@thorough
 def test_a_job_that_crashed_before_it_recorded_a_step_is_shown(chromium, tmp_path):
     crash(tmp_path / "mine" / "flights" / FLIGHT, True)
     with Board(tmp_path) as board, opened(chromium, board, HASTE) as tab:
