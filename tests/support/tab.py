@@ -35,6 +35,18 @@ HASTE = """
 const { setInterval } = window;
 window.setInterval = (call, wait, ...given) => setInterval(call, wait === 5000 ? 500 : wait, ...given);
 """  # the page asks the server for news ten times as often
+CHOSEN = """([run, step, beside, its]) => {
+    const choose = (id, wanted, is = one => one.value === wanted) => {
+        const list = document.querySelector(id), option = wanted === null ? null : [...list.options].find(is);
+        if (option) {
+            list.value = option.value;
+            list.dispatchEvent(new Event("change"));
+        }
+        return wanted === null || Boolean(option);
+    };
+    return choose("#run", run) && choose("#step", step)
+        && choose("#other", beside, one => one.textContent.includes(beside)) && choose("#other-step", its);
+}"""  # true once the lists have what is to be chosen
 SETTLED = """([run, step]) => {
     const { capture, answer, sheet } = window.fpipe.app;
     if (!capture?.summary || !document.querySelector("#progress").hidden) return false;
@@ -125,27 +137,9 @@ class Tab:
 
     def show(self, run, step=None, other=None):
         """Choose a run, and wait until its figures are there, and those of what stands beside it."""
-        self.frame.select_option("#run", run)
-        if step is not None:
-            self.frame.select_option("#step", str(step))
-        if other is not None:
-            beside, _, its = other.partition(", step ")
-            self._choose("other", beside)
-            if its:
-                self.until(
-                    "step => [...document.querySelectorAll('#other-step option')].some(o => o.value === step)", its
-                )
-                self.frame.select_option("#other-step", its)
+        beside, _, its = (other or "").partition(", step ")
+        self.until(CHOSEN, [run, None if step is None else str(step), beside or None, its or None])
         self.settled(run, step)
-
-    def _choose(self, select, text):
-        """Choose the option of a list whose text has this in it."""
-        self.js(
-            "([select, text]) => { const s = document.querySelector(`#${select}`); "
-            "s.value = [...s.options].find(o => o.textContent.includes(text)).value; "
-            "s.dispatchEvent(new Event('change')) }",
-            [select, text],
-        )
 
     def settled(self, run, step=None):
         """Wait until a run is shown whole."""
@@ -153,8 +147,11 @@ class Tab:
 
     def released(self):
         """Let go of the range, the selection and the zoom."""
-        for key in ("Escape", "Escape", "0"):
-            self.press(key)
+        self.js(
+            "keys => { for (const key of keys) document.querySelector('#canvas')"
+            ".dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })) }",
+            ["Escape", "Escape", "0"],
+        )
 
     def state(self):
         """What the address says of the tab: name -> text."""
