@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -191,3 +192,29 @@ def differing(rank):
     loop = Loop(rank, 2, "zb_h2", hurries=rank == 0)
     loop.one(0)
     return loop.errors
+
+
+def read_in_a_thread(rank, ranks):
+    """A thread of rank 0 waits for the results of each step while the next one begins: differences, its errors."""
+    lags = dict.fromkeys(range(4, 8), 0.05)
+    plain, loop = (Loop(rank, ranks, "zb_h2", hurries, lags=lags, donate=hurries) for hurries in (False, True))
+    reads, threads = [], []
+
+    def read(params):
+        try:
+            reads.append(dict(params))
+        except BaseException as error:
+            reads.append(error)
+
+    for i in range(len(plain.sizes)):
+        plain.one(i)
+    for i in range(len(loop.sizes)):
+        loop.one(i)
+        if rank == 0:
+            threads.append(threading.Thread(target=read, args=(loop.params,)))
+            threads[-1].start()
+            time.sleep(0.005)  # it waits now
+    for thread in threads:
+        thread.join(20)
+    errors = [*loop.errors, *(str(each) for each in reads if isinstance(each, BaseException))]
+    return differences(dict(loop.params), plain.params), errors, len(reads)

@@ -61,6 +61,11 @@ def test_gradients_that_are_not_finite(checks, pools):
         assert checks == jobs.CLIPS or {i for i, count in enumerate(more) if count} <= {*jobs.REVERSALS}
 
 
+def test_a_thread_may_wait_for_results_while_steps_run(pools):
+    for rank, (found, errors, reads) in enumerate(pools(3).run(jobs.read_in_a_thread, 3)):
+        assert (found, errors, reads) == ([], [], 0 if rank else len(jobs.SIZES))
+
+
 def _compare(pools, schedule, **options):
     return pools(3).run(jobs.compare, 3, schedule, options)
 

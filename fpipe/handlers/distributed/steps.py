@@ -24,6 +24,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from fpipe.errors import TransportError
 from fpipe.handlers.distributed.connections import Connections, first_line
 from fpipe.handlers.distributed.failures import LENT, Failure, Failures
 from fpipe.handlers.protocol import Departure, PeerLost, StepRejected
-from fpipe.store import FIRST_PAUSE
+from fpipe.store import FIRST_PAUSE, LAST_PAUSE, polls
 
 ENDED = "The handler has ended: make a new one, and go on from a checkpoint"
 SETTLING = "ending a step: a rank has not run all of its program"
@@ -62,6 +63,9 @@ def _nothing() -> None:
 class Ends:
     """The numbers that each rank tells the others as it ends a program.
 
+    The thread that runs the steps waits for the works and drops them, and ends the handler where a rank is lost. Others
+    only look: they may wait for the numbers while that one runs a later step.
+
     Args:
         read: returns them once the works are done.
         works: under way; others may drop them, for a pending work keeps its connection open.
@@ -69,45 +73,75 @@ class Ends:
 
     def __init__(self, steps: Steps, read: Callable[[], list[list[int]]], works: list[Any]) -> None:
         self._steps, self._read, self._works = steps, read, works
-        self._is_known = not works
+        self._is_known, self._is_waiting = not works, False
 
     def wait(self) -> None:
-        """Wait for all ranks; see `Steps.settle`."""
-        if self._works:
+        """Wait for all ranks; see `Steps.settle`. For the thread that runs the steps."""
+        if not self._works:
+            return
+        self._is_waiting = True
+        try:
             self._is_known = self._steps.wait_for(self._works)
+        finally:
+            self._is_waiting = False
 
     def __call__(self) -> list[list[int]]:
-        """Wait for all ranks, and return the numbers of each.
+        """Wait for all ranks, and return the numbers of each. Any thread may call it.
 
         Raises:
             PeerLost, TransportError: as `Steps.settle`.
+            TransportError: (in another thread) they don't come.
         """
-        self.wait()
-        if not self._is_known:
+        if self._steps.connections.activity.thread == threading.get_ident():
+            self.wait()
+            is_known = self._is_known
+        else:
+            is_known = self._come()
+        if not is_known:
             raise TransportError(
                 f"{self._steps.failures.name} does not know what the other ranks told it as they ended a step, for a "
                 "later one has failed: go on from a checkpoint"
             )
         return self._read()
 
+    def _come(self) -> bool:
+        """Return whether the numbers come, while another thread runs the steps.
+
+        Raises:
+            TransportError: the handler has ended.
+        """
+        until = time.monotonic() + self._steps.limit
+        looks = (self._look() for _ in polls(until, self._steps.failures.check, FIRST_PAUSE, LAST_PAUSE))
+        return next((look for look in looks if look is not None), False)
+
     def drop(self) -> None:
         """Drop the works, and keep the numbers if all of them are there."""
-        if self._works and all(work.is_completed() for work in self._works):
-            with suppress(RuntimeError):
-                self._is_known = all(work.wait() for work in self._works)
+        self._is_known = bool(self._look())
         self._works.clear()
+
+    def _look(self) -> bool | None:
+        """Return whether all ranks have told their numbers; None while that may still come."""
+        if not (works := [*self._works]):  # read first: a wait takes them off, then sets what is known, then is over
+            return None if self._is_waiting else self._is_known
+        if not all(work.is_completed() for work in works):
+            return None
+        try:
+            return all(work.wait() for work in works)
+        except RuntimeError:
+            return False
 
 
 class Steps:
     """The steps of one handler on this rank.
 
     Args:
-        compute_timeout: seconds that the device may take for the steps before.
+        compute_timeout: seconds that the device, or another rank, may take for the steps before.
 
     Attributes:
+        limit: these seconds.
         failure: of the last step, until the ranks are connected again.
         has_met: whether every rank is known to have begun the running step.
-        is_led: whether some rank is known to lead in it.
+        is_led: whether some rank is known to lead in it, or heads of values have been sent.
         is_provisional: whether the inputs of some rank are known to be, see `Inputs`.
         follows_a_result: all ranks have results of the call before, or the handler ends.
         irrevocable: why the running step can't be repeated once it fails; None where it can.
@@ -117,7 +151,7 @@ class Steps:
     def __init__(
         self, connections: Connections, failures: Failures, compute_timeout: float, departure: Departure | None = None
     ) -> None:
-        self.connections, self.failures, self._limit = connections, failures, compute_timeout
+        self.connections, self.failures, self.limit = connections, failures, compute_timeout
         self.departure = departure or Departure(is_alone=False)
         self.failure: Failure | None = None
         self.has_met = self.is_led = self.is_provisional = self.follows_a_result = False
@@ -406,7 +440,7 @@ class Steps:
         """Cut the connections of this step."""
         self.failure = failure
         self._drop_ends()
-        markers, until = self.connections.activity.markers, time.monotonic() + self._limit
+        markers, until = self.connections.activity.markers, time.monotonic() + self.limit
         try:
             while not markers.is_committed():
                 if self.failures.ended is not None or time.monotonic() > until:
