@@ -50,11 +50,15 @@ class NonFiniteError(StageError, FloatingPointError):
     Args:
         microbatch: the first whose loss is not finite, counted over all replicas; None if all are.
         stages: those whose gradients are not finite.
+        is_late: it is of a call that has returned, with `post_validate=True`, and not of the one that raises it, whose
+            batch was not used.
     """
 
-    def __init__(self, message: str, *, microbatch: int | None = None, stages: Sequence[int] = ()) -> None:
+    def __init__(
+        self, message: str, *, microbatch: int | None = None, stages: Sequence[int] = (), is_late: bool = False
+    ) -> None:
         super().__init__(message, microbatch=microbatch)
-        self.stages = tuple(stages)
+        self.stages, self.is_late = tuple(stages), is_late
 
 
 @contextlib.contextmanager

@@ -176,10 +176,11 @@ class Inputs:
         update: the meaning of `Update`; None where the caller updates nothing, or at the end.
         share: returns the numbers that this rank tells the others as it ends the step, as many on each, from its
             gradients; None for nothing.
-        provisional: params or state of this process may turn out not to be the right ones.
-        renew: is asked once all ranks have begun a step that is provisional on some of them. It returns other params
-            and state, by name, with which they begin it again, where these are not the right ones; on all ranks, or on
-            none. A handler that returns `Results.shares` asks it.
+        provisional: params, state or loss scale of this process may turn out not to be the right ones.
+        renew: is asked once all ranks have begun a step that is provisional on some of them. It returns other params,
+            state and loss scale, by name, with which they begin it again, where these are not the right ones; on all
+            ranks, or on none. It raises `StepRejected` where the step is not to run, likewise. A handler that returns
+            `Results.shares` asks it.
     """
 
     params: Mapping[int, Any]

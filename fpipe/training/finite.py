@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -41,34 +42,58 @@ def raise_if_not_finite(
     plan: Plan,
     handler: Handler,
     grads: Mapping[int, Any] | None = None,
-    sums: Tensor | None = None,
     data_gradients: Mapping[Argument, Any] = NO_GRADIENTS,
 ) -> None:
     """Raise NonFiniteError on every rank if a loss or a gradient is not finite. Every rank calls it.
 
     Args:
         losses: of all microbatches, or of all their slices.
-        grads: as the step returns them; None without gradients, and where they are gone.
-        sums: each stage's sum of squares on all ranks; by default those of `grads`, for which the ranks exchange one
-            message.
+        grads: as the step returns them, for which the ranks exchange one message; None without gradients.
         data_gradients: those of the batch and the target, as the step returns them, beside `grads`.
     """
-    if sums is None and grads is not None:
+    sums = names = None
+    if grads is not None:
         shared = SharedSquares(lambda own: _sums(own, data_gradients, plan, handler))
         sums = shared.everywhere(grads, handler)
+        trees: list[tuple[Owner, Any]] = [*grads.items(), *data_gradients.items()]
+        names = functools.partial(names_on_all, dict(trees), handler)
+    if (error := non_finite_error(losses, plan, sums, names, data_gradients)) is not None:
+        raise error
+
+
+def non_finite_error(
+    losses: Mapping[int, Tensor],
+    plan: Plan,
+    sums: Tensor | None = None,
+    names: Callable[[Sequence[Owner]], Sequence[str]] | None = None,
+    data: Collection[Argument] = (),
+    call: str = "",
+) -> NonFiniteError | None:
+    """Return the error that a loss or a gradient is not finite; None where all are. The host reads them.
+
+    Args:
+        losses: as of `raise_if_not_finite`.
+        sums: of squares, of each stage's gradients on all ranks; None where these are not checked.
+        names: returns the names of some gradients that are not finite, of some of their owners.
+        data: whose gradients' sums follow those of the stages.
+        call: which one the error is of, where that has returned.
+    """
     each = torch.stack([loss.detach() for _, loss in sorted(losses.items())])
     parts = [each.to(torch.float64), *([] if sums is None else [sums.to(each.device)])]
     finite = torch.cat(parts).isfinite().tolist()
     if all(finite):
-        return
+        return None
     units = [unit for unit, is_finite in zip(sorted(losses), finite, strict=False) if not is_finite]
-    owners = [*range(plan.stages), *data_gradients]
+    owners = [*range(plan.stages), *data]
     bad = [owner for owner, is_finite in zip(owners, finite[len(losses) :], strict=False) if not is_finite]
     stages = [owner for owner in bad if isinstance(owner, int)]
-    trees: list[tuple[Owner, Any]] = [] if grads is None else [*grads.items(), *data_gradients.items()]
-    names = [] if grads is None else _names(dict(trees), bad, handler)
-    raise NonFiniteError(
-        _message(losses, units, bad, names), microbatch=units[0] // plan.slices if units else None, stages=stages
+    message = _message(losses, units, bad, [] if names is None else names(bad))
+    late = f"in {call}, {message}. Its results are the params and states that were passed to it" if call else message
+    return NonFiniteError(
+        f"{late}. {WAYS_OUT}",
+        microbatch=units[0] // plan.slices if units else None,
+        stages=stages,
+        is_late=bool(call),
     )
 
 
@@ -81,13 +106,18 @@ def _sums(grads: Mapping[int, Any], data_gradients: Mapping[Argument, Any], plan
     )
 
 
-def _names(grads: Mapping[Owner, Any], owners: Sequence[Owner], handler: Handler) -> list[str]:
-    """Return the names of some gradients that are not finite, the same on every rank."""
-    names = [name for owner in owners if owner in grads for name in _names_of(owner, grads[owner])][:NAMED]
+def names_on_all(grads: Mapping[Any, Any], handler: Handler, owners: Sequence[Owner]) -> list[str]:
+    """Return the names of some gradients that are not finite, the same on every rank, which all call it."""
+    names = names_here(grads, owners)
     if handler.peers is None:
         return names
     _, shares = handler.peers.new_group(PURPOSE, hint=HINT).agree(lambda: names, "check_finite")
     return sorted({name for share in shares for name in share})
+
+
+def names_here(grads: Mapping[Any, Any], owners: Sequence[Owner]) -> list[str]:
+    """Return the names of some gradients of this process that are not finite."""
+    return [name for owner in owners if owner in grads for name in _names_of(owner, grads[owner])][:NAMED]
 
 
 def _names_of(owner: Owner, tree: Any) -> list[str]:
@@ -109,4 +139,4 @@ def _message(losses: Mapping[int, Tensor], units: Sequence[int], owners: Sequenc
         which += [f"the {owner}" for owner in owners if isinstance(owner, str)]
         some = f": {', '.join(names[:NAMED])}{' and more' if len(names) > NAMED else ''}" if names else ""
         parts.append(f"the gradients of {' and '.join(which)} are not finite{some}")
-    return f"{'; '.join(parts)}. {WAYS_OUT}"
+    return "; ".join(parts)

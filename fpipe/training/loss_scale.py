@@ -86,20 +86,20 @@ class LossScale:
         return replace(self, value=following, streak=torch.where(finite & ~grows, streak, torch.zeros_like(streak)))
 
 
-def _flatten(scale: LossScale) -> tuple[tuple[Any, Any], tuple[float, float, int], tuple[str, str]]:
+def flatten_scale(scale: LossScale) -> tuple[tuple[Any, Any], tuple[float, float, int], tuple[str, str]]:
     rule = scale.growth_factor, scale.backoff_factor, scale.growth_interval
     return (scale.value, scale.streak), rule, ("value", "streak")
 
 
-def _unflatten(rule: tuple[float, float, int], children: tuple[Any, Any]) -> LossScale:
+def unflatten_scale(rule: tuple[float, float, int], children: tuple[Any, Any]) -> LossScale:
     value, streak = children
     return LossScale(value, *rule, streak)
 
 
 optree.register_pytree_node(
     LossScale,  # type: ignore[arg-type]
-    _flatten,  # type: ignore[arg-type]
-    _unflatten,  # type: ignore[arg-type]
+    flatten_scale,  # type: ignore[arg-type]
+    unflatten_scale,  # type: ignore[arg-type]
     path_entry_type=optree.GetAttrEntry,
     namespace=NAMESPACE,
 )

@@ -32,11 +32,13 @@ from fpipe.handlers.protocol import Handler, Replicas
 from fpipe.plan import Plan, check_plan
 from fpipe.stages.pytree import flatten
 from fpipe.stages.sharding import cut_over, is_first, local, wrap
+from fpipe.training.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PURPOSE = "the norm of the gradients"
+OPTIONS = ("max_norm", "loss_scale")  # whose numbers come before the sums of squares
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 HINT = "every rank calls global_norm or clip_by_global_norm, after the same step; after this, make a new handler"
 
@@ -264,27 +266,28 @@ class SharedSquares:
     Args:
         squares: returns each stage's sum, or those of its rows, for the gradients of this rank.
         max_norm: to which all ranks clip.
-        loss_scale: of the step, the same on every rank.
+        loss_scale: of the step, the same on every rank; it is read when the numbers are.
     """
 
     def __init__(
         self,
         squares: Callable[[Mapping[int, Any]], Tensor],
         max_norm: float | Tensor | None = None,
-        loss_scale: Tensor | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
-        self._squares, self._options = squares, {"max_norm": max_norm, "loss_scale": loss_scale}
+        self._squares, self._max_norm, self._loss_scale = squares, max_norm, loss_scale
 
     def own(self, gradients: Mapping[int, Any]) -> Tensor:
         """Return each stage's sum in this process."""
-        if (max_norm := self._options["max_norm"]) is not None:
-            check_limit(max_norm)
+        if self._max_norm is not None:
+            check_limit(self._max_norm)
         return self._squares(gradients)
 
     def __call__(self, gradients: Mapping[int, Any]) -> list[int]:
         """Return the numbers of this rank."""
         self._part = part = self.own(gradients)
-        options = [math.nan if option is None else float(option) for option in self._options.values()]
+        scale = None if self._loss_scale is None else self._loss_scale.tensor
+        options = [math.nan if option is None else float(option) for option in (self._max_norm, scale)]
         numbers = torch.tensor([*options, *part.flatten().tolist()], dtype=torch.float64)
         return numbers.view(torch.int64).tolist()
 
@@ -316,11 +319,11 @@ class SharedSquares:
         Raises:
             TransportError: the ranks have other plans or loss scales, or clip to other norms.
         """
-        count = len(self._options)
+        count = len(OPTIONS)
         if len(counts := {len(row) - count for row in rows}) > 1:
             raise TransportError(f"the ranks have plans of {sorted(counts)} stages: every rank makes the same plan")
         every = torch.tensor(rows).view(torch.float64)
-        for at, name in enumerate(self._options):
+        for at, name in enumerate(OPTIONS):
             if others := [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]:
                 one, other = (None if math.isnan(x) else x for x in every[[0, others[0]], at].tolist())
                 raise TransportError(

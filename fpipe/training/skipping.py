@@ -1,4 +1,4 @@
-"""Leave a step's update out where it is to be skipped: decided on the host, or selected on the device, in a graph."""
+"""Leave a step's update out where it is to be skipped, selected on the device, in a graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from torch import Tensor
 from fpipe.devices import CaptureError, aside, is_capturing, try_again
 from fpipe.devices.tape import storage
 from fpipe.stages.pytree import flatten
-
-
-def on_host(finite: Tensor, old: Any, update: Callable[[], Any], gradients: Any) -> Any:
-    """Return the updated tree, or the old one, which nothing has then changed."""
-    return update() if finite.item() else old
 
 
 def on_device(finite: Tensor, old: Any, update: Callable[[], Any], gradients: Any, in_place: bool = True) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe._format import extent
 from fpipe.devices import CaptureError
-from fpipe.errors import StageError
+from fpipe.errors import NonFiniteError, StageError
 from fpipe.errors.arguments import check_optimizer, checked
 from fpipe.errors.tracebacks import fold_tracebacks
 from fpipe.handlers.protocol import Handler
@@ -22,50 +22,41 @@ from fpipe.stages.pipeline import Pipeline
 from fpipe.stages.rng import Rng
 from fpipe.training import skipping
 from fpipe.training.arguments import State
-from fpipe.training.finite import CheckFinite, check_option, raise_if_not_finite
+from fpipe.training.finite import CheckFinite, check_option, names_here, names_on_all, non_finite_error
+from fpipe.training.late import final, known, now
 from fpipe.training.loss_scale import LossScale
-from fpipe.training.norms import PURPOSE, SharedSquares, clipped, clipping, squares
-from fpipe.training.post_validation import (
-    Trees,
-    Validation,
-    Verdict,
-    check_post_validation,
-    final,
-    is_provisional,
-    now,
-    snapshot,
-)
-from fpipe.training.step import Arguments, Computed, Step
+from fpipe.training.norms import PURPOSE, SharedSquares, squares
+from fpipe.training.post_validation import Trees, Validation, Verdict, check_post_validation, snapshot
+from fpipe.training.step import Arguments, CapturedStep, Computed, Step
 from fpipe.training.updates import StageUpdates, donates, is_separable
 from fpipe.training.verbs import check_types, value_and_grad
 
 Optimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]
 """`init(params) -> state` and `update(grads, state, params, **options) -> (params, state)`, both pure."""
 
-Choose = Callable[[Tensor, Any, Callable[[], Any], Any], Any]
-"""`choose(finite, old, update, gradients)` returns the updated tree, or the old one where the step is to be skipped."""
 CAPTURABLE = "give the optimizer fused=True and capturable=True, as far as its class has them, and max_norm as a number"
 
 
 class Updated(NamedTuple):
-    """The results of a step with its update; those that nothing asks for are None.
+    """The results of a step with its update; those that it does not have are None.
 
     Args:
         state: of the stages.
+        loss_scale: the next one.
+        loss: what stands for it among the results.
         norm: of the gradients.
         finite: whether the loss and the gradients are.
         sums: each stage's sum of squares.
-        loss_scale: the next one.
     """
 
     params: Any
     opt_state: Any
     state: Any
+    loss_scale: Any
     loss: Any
-    norm: Tensor | None
-    finite: Tensor | None
-    sums: Tensor | None
-    loss_scale: LossScale | None
+    norm: Any = None
+    finite: Any = None
+    sums: Tensor | None = None
 
 
 @checked("schedule", "plan", "optimizer", "handler", "check_finite")
@@ -89,10 +80,10 @@ def train_step(
         max_norm: clip the gradients to this norm over the whole pipeline, as `clip_by_global_norm` does.
         check_finite: of loss and gradients. With "skip", a step where they are not finite returns params, optimizer
             state and stages' state as they were passed. With True or "raise" it is an error, and nothing is updated.
-        post_validate: with `max_norm` or `check_finite="skip"`, update before the norm is known, and update again, from
-            the old params and state, where it turns out that the gradients are clipped, or take them back where the
-            step is skipped. All results but the loss and aux are then known late: they wait when they are read, and
-            not when they are passed to the next step. Params and states are `{stage: tree}` as a Mapping;
+        post_validate: with `max_norm`, `check_finite` or a loss scale, update before the norm is known, and update
+            again, from the old params and state, where it turns out that the gradients are clipped, or take them back
+            where the step is skipped. All results but the loss and aux are then known late: they wait when they are
+            read, and not when they are passed to the next step. Params and states are `{stage: tree}` as a Mapping;
             `dict(params)` is the plain one. Numbers stand for tensors: `float(norm)`, `norm.clone()`. A handler that
             does not begin steps again, as `Local`, waits in each step.
         options: those of `value_and_grad`.
@@ -108,6 +99,8 @@ def train_step(
 
     Raises:
         ScheduleError, StageError, NonFiniteError, TransportError: as `value_and_grad`; nothing is then updated.
+        NonFiniteError: (with `post_validate`) with `is_late`, the call before this one had it, or that whose results
+            are read: these are then what was passed to it. On every rank, a call raises it in place of its own step.
         ValueError: (at once) as `value_and_grad`; or `argnums` is given; or `post_validate` does not go with the rest.
 
     Without `max_norm`, `check_finite` and a loss scale, an optimizer of `interop.optimizer` updates each stage as soon
@@ -146,7 +139,7 @@ def train_step(
     check_option(check_finite, (None, False, True, "raise", "skip"))
     captured = options.get("capture") is True
     if post_validate:
-        check_post_validation(handler, plan, update, max_norm, check_finite, options.get("capture", False))
+        check_post_validation(handler, plan, update, capture=options.get("capture", False))
     waits = captured or max_norm is not None or bool(check_finite)
     undoes = handler.peers is None and donates(update)  # a handler of one process goes on after a step that fails
     if is_separable(update) and not waits and not undoes:
@@ -185,6 +178,7 @@ class TrainStep:
         self.captured = differentiate.capturing(self._in_a_graph, losses=self.raises) if captured else None
         self.post_validates = post_validates
         self.last: Validation | None = None  # of the step before
+        self.calls = -1  # the number of the last one
 
     def __repr__(self) -> str:
         return f"<TrainStep: {self.differentiate.name}, {extent(self.plan)}, {self.handler}>"
@@ -202,31 +196,22 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         **changes: Any,
     ) -> Any:
-        if self.post_validates and loss_scale is None:
-            return self._post_validated(params, opt_state, batch, target, state, rng, changes)
-        params, opt_state, state = final(params), final(opt_state), final(state)
-        more = opt_state, changes
+        self.calls += 1
+        arguments = params, batch, target, state, rng, loss_scale
         if self.captured is not None:
-            updated, computed = self.captured(params, batch, target, state, rng, loss_scale, more)
-            self._check(computed, None, updated.sums, loss_scale)
+            updated = self._replayed(self.captured, opt_state, changes, *map(final, arguments))
+        elif self.max_norm is not None or self._is_guarded(loss_scale):
+            updated = self._validated(opt_state, changes, *arguments)
         else:
-            sums = updates = None
-            if self.max_norm is not None or self._is_guarded(loss_scale):
-                shared = self._shared(self.max_norm, loss_scale)
-                arguments = params, batch, target, state, rng, loss_scale
-                computed = self.differentiate.compute_on_all(*arguments, share=shared)
-                sums = shared.everywhere(computed.gradients, self.handler, computed.shares)
-            else:
-                updates = self._updates(params, opt_state, changes)
-                computed = self.differentiate.compute(params, batch, target, state, rng, None, update=updates)
-            self._check(computed, computed.gradients, sums, loss_scale)
-            choose = skipping.on_host if self.skips or loss_scale is not None else None
-            every = Arguments(params, batch, target, state, None, (), loss_scale, more)
-            updated = self._updated(every, computed, sums, choose, updates)
-        is_returned = {"norm": self.max_norm is not None, "finite": self.skips}
-        is_returned |= {"loss_scale": loss_scale is not None, "state": self.stateful}
-        more_results = [getattr(updated, name) for name, returned in is_returned.items() if returned]
-        return updated.params, updated.opt_state, updated.loss, *more_results
+            updated = self._by_stage(final(opt_state), changes, *map(final, arguments[:-1]))
+        results = {
+            "norm": self.max_norm is not None,
+            "finite": self.skips,
+            "loss_scale": loss_scale is not None,
+            "state": self.stateful,
+        }
+        more = (getattr(updated, name) for name, is_asked in results.items() if is_asked)
+        return updated.params, updated.opt_state, updated.loss, *more
 
     def _updates(self, params: Any, opt_state: Any, changes: Mapping[str, Any]) -> StageUpdates | None:
         """Return the updates that the programs run; None where the update is one function of all stages."""
@@ -239,117 +224,151 @@ class TrainStep:
         """Whether the update depends on whether loss and gradients are finite."""
         return self.raises or self.skips or scale is not None
 
-    def _post_validated(
+    def _by_stage(
+        self, opt_state: Any, changes: Mapping[str, Any], params: Any, batch: Any, target: Any, state: Any, rng: Any
+    ) -> Updated:
+        """Return the results of a step whose updates depend on no other rank."""
+        updates = self._updates(params, opt_state, changes)
+        computed = self.differentiate.compute(params, batch, target, state, rng, None, update=updates)
+        updates = updates or StageUpdates(self.update, params, opt_state, changes)
+        params, opt_state = updates.finish(computed.gradients)
+        return Updated(params, opt_state, computed.state, None, self.differentiate.value(computed))
+
+    def _validated(
         self,
-        params: Mapping[int, Any],
         opt_state: Any,
+        changes: Mapping[str, Any],
+        params: Any,
         batch: Any,
         target: Any,
         state: State | None,
         rng: Rng | None,
-        changes: Mapping[str, Any],
-    ) -> Any:
-        """Return the results of a step whose norm may be known late."""
+        loss_scale: LossScale | None,
+    ) -> Updated:
+        """Return the results of a step whose update depends on all ranks; late ones, with post-validation."""
         step, last, handler, update = self.differentiate, self.last, self.handler, self.update
         max_norm, changes = snapshot(self.max_norm), {name: snapshot(option) for name, option in changes.items()}
-        shared = self._shared(max_norm)
-        more: dict[str, Any] = {"share": shared, "post_validate": True}
-        if isinstance(max_norm, Tensor) and not max_norm.ndim:
-            more["max_norm"] = max_norm.item()  # compared before anything is updated
+        shared = self._shared(max_norm, loss_scale)
+        more: dict[str, Any] = {"share": shared}
+        if self.post_validates:
+            more["post_validate"] = True
+            if isinstance(max_norm, Tensor) and not max_norm.ndim:
+                more["max_norm"] = max_norm.item()  # compared before anything is updated
         if last is not None:
-            more["provisional"] = is_provisional(params, last) or is_provisional(state, last)
-            more["renew"] = functools.partial(last.renewed, params, state)
+            more["provisional"] = last.may_change
+            more["renew"] = partial(last.renewed, params, state, loss_scale)
         with step.replays.step():
-            computed = step.compute(now(params, last), batch, target, now(state, last), rng, None, **more)
+            inputs = now(params, last), batch, target, now(state, last), rng, now(loss_scale, last)
+            computed = step.compute(*inputs, **more)
             asks = computed.shares is not None  # and now all ranks have begun this step, and so ended the last one
-            is_early = asks and last is not None and last.is_known_plain()
+            is_early = self.post_validates and asks and last is not None and last.is_known_plain()
             if not is_early and handler.peers is not None:
                 handler.check()
-        gradients, shares, new_state = computed.gradients, computed.shares, computed.state
-        is_finite = computed.loss is None or bool(computed.loss.isfinite())  # the caller may change the loss
-        skips = self.skips
+        scale = final(loss_scale)
+        gradients, shares, new_state = computed.gradients, computed.shares, computed.state if self.stateful else None
+        only_raises = self.raises and scale is None  # then the error says what is not finite
+        is_finite = None if only_raises else self._is_finite(computed, scale)  # now: the caller may change the loss
+        losses = {unit: loss.detach().clone() for unit, loss in computed.losses.items()} if self.raises else {}
+        call = f"call {self.calls} of this train_step{'' if rng is None else f' (rng={rng})'}" if is_early else ""
 
         def wait() -> Verdict:
-            norm = shared.everywhere(gradients, handler, shares).sum().sqrt()
-            counts = not skips or (is_finite and bool(norm.isfinite()))
-            return Verdict(norm, None if max_norm is None else clipping(max_norm, norm), counts)
+            sums = shared.everywhere(gradients, handler, shares)
+            verdict = Verdict.of(sums, max_norm, is_finite)
+            if not self.raises:
+                return verdict
+            names = partial(names_here, gradients) if call else partial(names_on_all, gradients, handler)
+            return verdict._replace(error=self._error(losses, sums, scale, names, call))
 
         def updated(gradients: Mapping[int, Any], trees: Trees) -> Trees:
             params, opt_state, _ = trees
             return *StageUpdates(update, params, opt_state, changes).finish(gradients), new_state
 
         old = final(params), final(opt_state), final(state)
-        validation = Validation(updated, gradients, old, wait, is_early, donates(update))
-        *trees, late_state = validation.late
+        validation = Validation(updated, gradients, old, scale, wait, is_early, donates(update))
+        late = *validation.late, validation.loss_scale, step.value(computed), validation.norm, validation.finite
         if not is_early:
             validation.settle()
+        if not self.post_validates:
+            return Updated(*map(known, late))
         self.last = validation
-        results = {
-            "norm": (self.max_norm is not None, validation.norm),
-            "finite": (self.skips, validation.finite),
-            "state": (self.stateful, late_state),
-        }
-        return *trees, step.value(computed), *(result for is_asked, result in results.values() if is_asked)
+        results = Updated(*late)
+        several = len(step.spec.replicas.here) > 1  # in this process, which has waited: a list of states
+        return results._replace(state=known(results.state)) if several else results
 
     def _shared(
         self, max_norm: float | Tensor | None, scale: LossScale | None = None, device: torch.device | None = None
     ) -> SharedSquares:
-        own = functools.partial(squares, plan=self.plan, handler=self.handler, device=device)
-        return SharedSquares(own, max_norm, None if scale is None else scale.tensor)
+        own = partial(squares, plan=self.plan, handler=self.handler, device=device)
+        return SharedSquares(own, max_norm, scale)
 
-    def _check(self, computed: Computed, grads: Any, sums: Tensor | None, scale: LossScale | None) -> None:
-        """Raise NonFiniteError; of gradients that are scaled, not finite only means that the scale is too large."""
-        if self.raises:
-            scaled = scale is not None
-            gradients = {} if scaled else {"grads": grads, "sums": sums}
-            raise_if_not_finite(computed.losses, self.plan, self.handler, **gradients)
+    def _is_finite(self, computed: Computed, scale: LossScale | None) -> Tensor | None:
+        """Return whether the loss is finite; None where the update does not depend on it."""
+        if computed.loss is None or not self._is_guarded(scale):
+            return None
+        return computed.loss.detach().isfinite()
+
+    def _error(
+        self,
+        losses: Mapping[int, Tensor],
+        sums: Tensor | None,
+        scale: LossScale | None,
+        names: Callable[[Any], Any] | None = None,
+        call: str = "",
+    ) -> NonFiniteError | None:
+        """Return the error for a step; of gradients that are scaled, not finite only means that the scale is too large.
+
+        Args:
+            names, call: see `non_finite_error`.
+        """
+        scaled = scale is not None
+        return non_finite_error(losses, self.plan, None if scaled else sums, None if scaled else names, call=call)
+
+    def _replayed(
+        self,
+        captured: CapturedStep,
+        opt_state: Any,
+        changes: Mapping[str, Any],
+        params: Any,
+        batch: Any,
+        target: Any,
+        state: Any,
+        rng: Any,
+        loss_scale: LossScale | None,
+    ) -> Updated:
+        """Return the results of a step that is captured."""
+        more = final(opt_state), changes
+        updated, computed = captured(params, batch, target, state, rng, loss_scale, more)
+        error = self._error(computed.losses, updated.sums, loss_scale) if self.raises else None
+        if error is not None:
+            raise error
+        assert isinstance(updated, Updated)
+        return updated
 
     def _in_a_graph(self, arguments: Arguments, computed: Computed) -> tuple[Updated, Computed]:
-        """Go on with the results of a step that is captured."""
-        on_device = functools.partial(skipping.on_device, in_place=donates(self.update))
-        choose = on_device if self._is_guarded(arguments.loss_scale) else None
+        """Go on with the results of a step that is captured: where it is skipped, the old ones are selected."""
         try:
-            sums = None
-            if self.max_norm is not None or self._is_guarded(arguments.loss_scale):
-                device = next(iter(self.handler.devices or ()), None)
-                shared = self._shared(self.max_norm, arguments.loss_scale, device)
-                sums = self.differentiate.replays.add(shared.own(computed.gradients), PURPOSE)
-            updated = self._updated(arguments, computed, sums, choose)
+            updated = self._selected(arguments, computed)
         except CaptureError as error:
             raise StageError(f"the optimizer's update can't be captured: {error}; {CAPTURABLE}") from error
         return updated, computed._replace(gradients={})
 
-    def _updated(
-        self,
-        arguments: Arguments,
-        computed: Computed,
-        sums: Tensor | None,
-        choose: Choose | None,
-        updates: StageUpdates | None = None,
-    ) -> Updated:
-        """Return the results of a step; `choose` leaves the update out where the step is to be skipped.
-
-        Args:
-            updates: those that the programs have run.
-        """
+    def _selected(self, arguments: Arguments, computed: Computed) -> Updated:
         (opt_state, changes), scale = arguments.more, arguments.loss_scale
-        grads, norm = computed.gradients, None if sums is None else sums.sum().sqrt()
-        if self.max_norm is not None and norm is not None:
-            grads = clipped(grads, self.max_norm, norm)
+        sums = verdict = None
+        if self.max_norm is not None or self._is_guarded(scale):
+            shared = self._shared(self.max_norm, scale, next(iter(self.handler.devices or ()), None))
+            sums = self.differentiate.replays.add(shared.own(computed.gradients), PURPOSE)
+            verdict = Verdict.of(sums, self.max_norm, self._is_finite(computed, scale))
 
-        def update() -> tuple[Any, ...]:
-            own = updates or StageUpdates(self.update, arguments.params, opt_state, changes)
-            return *own.finish(grads), computed.state if self.stateful else None
+        def update() -> Trees:
+            gradients = computed.gradients if verdict is None else verdict.scaled(computed.gradients)
+            own = StageUpdates(self.update, arguments.params, opt_state, changes)
+            return *own.finish(gradients), computed.state if self.stateful else None
 
-        finite = following = None
-        if self._is_guarded(scale) and norm is not None and computed.loss is not None:
-            finite = norm.isfinite() & computed.loss.detach().isfinite().to(norm.device)
-            following = None if scale is None else scale.adjust(finite)
-        if choose is None or finite is None:
-            results = update()
-        else:
-            old = arguments.params, opt_state, arguments.state if self.stateful else None
-            results = choose(finite, old, update, computed.gradients)
-        params, opt_state, state = results
-        loss, raised = self.differentiate.value(computed), sums if self.raises else None
-        return Updated(params, opt_state, state, loss, norm, finite, raised, following)
+        loss, own_sums = self.differentiate.value(computed), sums if self.raises else None
+        if verdict is None or verdict.finite is None:
+            return Updated(*update(), None, loss, None if verdict is None else verdict.norm)
+        old = arguments.params, opt_state, arguments.state if self.stateful else None
+        trees: Trees = skipping.on_device(verdict.finite, old, update, computed.gradients, donates(self.update))
+        scale = None if scale is None else scale.adjust(verdict.finite)
+        return Updated(*trees, scale, loss, verdict.norm, verdict.finite, own_sums)

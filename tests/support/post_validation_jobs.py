@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import fpipe
 from fpipe import Pipeline, handlers, interop
-from fpipe.training.post_validation import LateNumber
+from fpipe.training.late import LateNumber
 from tests.support.cases import SCHEDULES, mse
 from tests.support.jobs import differences
 from tests.support.leading_jobs import passing_on
@@ -24,7 +24,8 @@ MICROBATCHES, WIDTH = 6, 4
 SIZES = (40.0, 0.1, 0.1, 40.0, 40.0, 0.1, 0.1, 0.1, 40.0, 0.1)
 """Of the targets, by step: the gradients of the large ones are clipped."""
 NOT_FINITE = (0.1, 0.1, 0.1, float("inf"), 0.1, 0.1, 0.1, 0.1, float("nan"), 0.1)
-CLIPS, SKIPS = {"max_norm": 0.6}, {"check_finite": "skip"}
+OFTEN_NOT_FINITE = (0.1, 0.1, 0.1, float("inf"), float("nan"), 0.1, 0.1, float("inf"), 0.1, 0.1, float("inf"))
+CLIPS, SKIPS, RAISES = {"max_norm": 0.6}, {"check_finite": "skip"}, {"check_finite": "raise"}
 REVERSALS = (4, 9)
 """The steps after an update that does not stand."""
 OPTIMIZERS = {
@@ -73,6 +74,7 @@ class Loop:
         limit: the stages raise an error if a weight is above it.
         drop: the probability of dropout, by the global generator.
         checks: options of `train_step`.
+        scale: the first loss scale, if there is one.
         faults: by step, (rank, kind): it is passed no params, clips to another norm, raises an error, is interrupted
             or is killed in its first forward; or (None, "rows") for another batch size.
 
@@ -101,6 +103,7 @@ class Loop:
         drop=0.0,
         checks=CLIPS,
         faults=None,
+        scale=None,
     ):
         self.rank, self.late, self.reads, self.sizes = rank, late * (rank == ranks - 1), rank in reads, sizes
         self.limit, self.drop, self.faults, self.fault = limit, drop, faults or {}, None
@@ -120,8 +123,9 @@ class Loop:
         self.checks = checks = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in checks.items()}
         pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
         handler = handler or handlers.Distributed(timeout=20)
+        self.scale = {} if scale is None else {"loss_scale": fpipe.LossScale(scale, growth_interval=2)}
         self.step = fpipe.train_step(self.pipeline, order, self.plan, pair, handler=handler, **options)
-        self.state, self.counts, self.errors = pair.init(self.params), [], []
+        self.state, self.counts, self.errors, self.results = pair.init(self.params), [], [], []
 
     def stage(self, p, x):
         self.counts[-1] += 1
@@ -138,8 +142,27 @@ class Loop:
     def run(self):
         """The results of each step, or its error; then what is left at the end."""
         torch.manual_seed(self.rank)
-        results = [*map(self.one, range(len(self.sizes))), (dict(self.params), dict(self.state))]
+        for i in range(len(self.sizes)):
+            self.results.append(self.one(i))
+        with self.noting():
+            dict(self.params)
+        results = [*self.results, (dict(self.params), dict(self.state), *self.numbers())]
         return optree.tree_map(lambda x: x.clone() if isinstance(x, LateNumber) else x, results)
+
+    @contextmanager
+    def noting(self):
+        """Note an error of the step before in the place of its results."""
+        try:
+            yield
+        except fpipe.NonFiniteError as error:
+            if not error.is_late:
+                raise
+            self.errors.append(str(error))
+            self.results[-1] = "NonFiniteError"
+
+    def numbers(self):
+        """The value and the streak of the next loss scale."""
+        return [(scale.value, scale.streak) for scale in self.scale.values()]
 
     def one(self, i):
         time.sleep(self.late * (i in REVERSALS))
@@ -154,15 +177,31 @@ class Loop:
         self.counts.append(0)
         try:
             params = {} if self.fault == "refused" else self.params
-            self.params, self.state, loss, *late = self.step(params, self.state, x, y)
+            self.params, self.state, loss, *late = self.step(params, self.state, x, y, **self.scale)
+        except fpipe.NonFiniteError as error:
+            if error.is_late:  # this step has not run
+                with self.noting():
+                    raise
+                self.counts.pop()
+                return self.one(i)
+            self.errors.append(str(error))
+            return "NonFiniteError"
         except (fpipe.StageError, fpipe.TransportError, KeyboardInterrupt) as error:
             self.errors.append(str(error))
             return "the norm" if "max_norm" in str(error) else type(error).__name__
+        if self.scale:
+            *late, self.scale["loss_scale"] = late
         own = loss.clone()
         if self.changes_loss:
             loss.div_(0)
-        with self.elsewhere():
-            trees = (dict(self.params), dict(self.state), [each.item() for each in late]) if self.reads else ()
+        trees = ()
+        try:
+            with self.elsewhere():
+                if self.reads:
+                    numbers = [*(str(each.item()) for each in late), *self.numbers()]
+                    trees = (dict(self.params), dict(self.state), numbers)
+        except fpipe.NonFiniteError:
+            return "NonFiniteError"  # and once more in the next step
         return *optree.tree_map(torch.clone, trees[:2]), *trees[2:], own, *late  # which are read at the end
 
 
@@ -173,8 +212,7 @@ def compare(rank, ranks, schedule, options):
         loops = [Loop(rank, ranks, schedule, hurries, **options) for hurries in (False, True)]
         expected, found = (loop.run() for loop in loops)
     more = [b - a for a, b in zip(*(loop.counts for loop in loops), strict=True)]
-    errors = [each for each in found if isinstance(each, str)]
-    return differences(found, expected), errors, more
+    return differences(found, expected), loops[1].errors, more
 
 
 def killed(rank, ranks, schedule, victim):

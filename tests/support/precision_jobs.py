@@ -145,7 +145,7 @@ def disagree(rank):
     captured = fpipe.value_and_grad(pipeline, fpipe.schedules.gpipe, plan, handler=handler(), capture=True)
     losses = [captured(params, batch, target, loss_scale=fpipe.LossScale(2.0 + i * rank))[0] for i in (0, 0, 0, 1, 0)]
     try:  # where the host does not read the loss, this is what compares them
-        SharedSquares(lambda _: torch.zeros(2), None, torch.tensor(2.0 + rank)).everywhere({}, handler())
+        SharedSquares(lambda _: torch.zeros(2), None, fpipe.LossScale(2.0 + rank)).everywhere({}, handler())
     except fpipe.TransportError as error:
         texts.append(str(error))
     loss, _ = run(params, batch, target)

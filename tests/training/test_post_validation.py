@@ -3,14 +3,16 @@
 import copy
 import pickle
 import re
+from dataclasses import replace
 
 import numpy as np
+import optree
 import pytest
 import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, interop, schedules
-from fpipe.training.post_validation import Late, LateNumber
+from fpipe.training.late import Late, LateNumber, LateScale
 from tests.support import fault_jobs
 from tests.support import post_validation_jobs as jobs
 from tests.support.combinations import combined, one_in, sample
@@ -59,6 +61,38 @@ def test_gradients_that_are_not_finite(checks, pools):
     for found, errors, more in _compare(pools, "zb_h2", sizes=jobs.NOT_FINITE, checks=checks, donate=True, late=0.1):
         assert (found, errors) == ([], [])
         assert checks == jobs.CLIPS or {i for i, count in enumerate(more) if count} <= {*jobs.REVERSALS}
+
+
+@combined(
+    checks=({}, jobs.CLIPS, jobs.SKIPS, jobs.RAISES),
+    sizes=(jobs.SIZES, jobs.NOT_FINITE, jobs.OFTEN_NOT_FINITE),
+    donate=(False, True),
+    reads=(NOT_READ, BY_RANK_0, BY_ALL),
+)
+def test_a_loss_scale(checks, sizes, donate, reads, pools):
+    """Ranks expect that it stays, or grows: it grows after two steps in a row that are finite."""
+    options = {"checks": checks, "sizes": sizes, "donate": donate, "reads": reads, "late": 0.1, "scale": 2.0**10}
+    for found, errors, _ in _compare(pools, "zb_h2", **options):
+        assert (found, checks == jobs.RAISES or not errors) == ([], True)
+
+
+@combined(
+    sizes=(jobs.NOT_FINITE, jobs.OFTEN_NOT_FINITE),
+    checks=(jobs.RAISES, jobs.CLIPS | jobs.RAISES),
+    donate=(False, True),
+    reads=(NOT_READ, BY_RANK_0, BY_ALL),
+)
+def test_an_error_for_a_step_that_has_returned(sizes, checks, donate, reads, pools):
+    """The next call raises it on all ranks, and has not run: with the same batch it then has the bits."""
+    options = {"sizes": sizes, "checks": checks, "donate": donate, "reads": reads, "late": 0.1}
+    for found, errors, _ in _compare(pools, "zb_h2", **options):
+        assert found == []
+        early, *_ = errors
+        assert early.startswith("microbatch 0: in call 3 of this train_step, the loss is inf, and that of 5 others"), (
+            early
+        )
+        assert "the gradients of stages 0, 1, 2 are not finite: grads[" in early
+        assert "Its results are the params and states that were passed to it. Find" in early
 
 
 def test_a_thread_may_wait_for_results_while_steps_run(pools):
@@ -121,7 +155,7 @@ def local(**options):
     options = {"handler": handlers.Local(), "max_norm": 1.0, "post_validate": True} | options
     step = fpipe.train_step(pipeline, schedules.one_f_one_b, plan, pair, **options)
     params = {0: torch.tensor(2.0), 1: torch.tensor(1.0)}
-    return lambda: step(params, pair[0](params), torch.arange(4.0), torch.zeros(4))
+    return lambda **more: step(params, pair[0](params), torch.arange(4.0), torch.zeros(4), **more)
 
 
 def test_results_are_those_of_other_steps_to_all_who_read_them():
@@ -138,6 +172,26 @@ def test_results_are_those_of_other_steps_to_all_who_read_them():
     assert norm + 1 == 1 + number
     assert torch.stack([norm, norm]).sum() == 2 * number
     assert type(norm * 2) is torch.Tensor
+
+
+def test_a_late_loss_scale_is_one_to_all_who_read_it():
+    scale = fpipe.LossScale(2.0**4, growth_interval=1)
+    *_, late = local(max_norm=None)(loss_scale=scale)
+    plain = scale.adjust(finite=True)
+    assert type(late) is LateScale
+    assert isinstance(late, fpipe.LossScale)
+    assert repr(late) == repr(plain) == "LossScale(32.0)"
+    uses = (lambda x: x, copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.to("cpu"))
+    every = [*uses, lambda x: optree.tree_map(torch.clone, x, namespace="fpipe"), lambda x: replace(x, streak=0)]
+    for use in (*every, lambda x: x.adjust(finite=False).adjust(finite=True)):
+        found, expected = use(late), use(plain)
+        assert (found.value, found.streak, found.growth_interval) == (expected.value, expected.streak, 1)
+        assert use is uses[0] or type(found) is fpipe.LossScale
+    for post_validate in (False, True):  # other functions take it too
+        *_, following = local(max_norm=None, post_validate=post_validate)(loss_scale=late)
+        assert following.tensor == 2.0**6
+    with pytest.raises(fpipe.StageError, match=r"loss_scale must be a fpipe\.LossScale or None, not a float"):
+        local()(loss_scale=2.0)
 
 
 def test_the_optimizer_takes_late_results():
@@ -174,8 +228,6 @@ def test_a_late_number_is_never_taken_for_another_one(use):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_norm": None}, "max_norm=None and check_finite=None: no rank waits for a norm then"),
-        ({"check_finite": "raise"}, "check_finite='raise'"),
         ({"capture": True}, "capture=True"),
         ({"optimizer": (lambda p: p, lambda g, s, p: (p, s))}, "take interop.optimizer"),
     ],

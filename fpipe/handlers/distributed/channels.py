@@ -445,6 +445,7 @@ class Channels:
     def _begin_exchange(self) -> None:
         """Send the next head on each edge before all ranks exchange signatures: a rank that leads may wait for it."""
         self.has_learned()
+        self.handshake.steps.is_led |= self.has_heads  # the step may yet be refused
         for target, sent in self.sent.items():
             if self.has_heads and sent.led < sent.leading and sent.head is None:
                 head = [_head()]
