@@ -19,7 +19,8 @@ def leading(programs: Programs) -> frozenset[tuple[Value, Edge]]:
     """Return the values that may travel before all ranks have begun a step, with their edges.
 
     They are the first ones on each edge that are sent before their rank runs a backward, at most as many as the rank
-    can run while the last one is late. Programs without weight gradients have none, nor those of several replicas.
+    can run while the last one is late. Programs without weight gradients have none, nor those that gather params: all
+    replicas of a rank have to be there for that, before its first forward.
 
     >>> from fpipe import Placement, Plan, lower, schedules
     >>> for value, edge in sorted(leading(lower(schedules.one_f_one_b, Plan(Placement.loop(3), 4))), key=str):
@@ -31,7 +32,7 @@ def leading(programs: Programs) -> frozenset[tuple[Value, Edge]]:
     """
     plan = plan_of(programs)
     trains = any(_work(program, part) & WEIGHT for program in programs.values() for e in program for part in parts(e))
-    if plan.replicas > 1 or not trains:
+    if plan.gathered or not trains:
         return frozenset()
     return frozenset(each for program in programs.values() for each in _of_rank(program))
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fpipe.errors import NonFiniteError, TransportError
 from fpipe.handlers.protocol import Handler, StepRejected
-from fpipe.plan import Plan
 from fpipe.stages.pytree import flatten
 from fpipe.training.late import Late, LateNumber, LateScale, final
 from fpipe.training.loss_scale import LossScale
@@ -33,12 +32,12 @@ Trees = tuple[Any, Any, Any]
 """Params, optimizer state and the stages' state, by stage."""
 
 
-def check_post_validation(handler: Handler, plan: Plan, update: Callable[..., Any], *, capture: object) -> None:
+def check_post_validation(handler: Handler, update: Callable[..., Any], *, capture: object, resident: object) -> None:
     """Raise ValueError where updates can't be made before the norm is known, or nothing would be faster by it."""
     meets = "all ranks meet before a step's first value travels"
     reasons = {
         f"{capture=}: a graph has the norm and the update": bool(capture),
-        f"replicas, with which {meets}": plan.replicas > 1 or handler.replicas(plan).mesh is not None,
+        f"{resident=}: params are gathered over the replicas, for which {meets}": resident is not None,
         f"GPUs, where {meets}": any(device.type != "cpu" for device in handler.devices or ()),
         "an optimizer that may be one function of all stages: take interop.optimizer": not is_separable(update),
     }

@@ -139,7 +139,8 @@ def train_step(
     check_option(check_finite, (None, False, True, "raise", "skip"))
     captured = options.get("capture") is True
     if post_validate:
-        check_post_validation(handler, plan, update, capture=options.get("capture", False))
+        capture, resident = options.get("capture", False), options.get("resident")
+        check_post_validation(handler, update, capture=capture, resident=resident)
     waits = captured or max_norm is not None or bool(check_finite)
     undoes = handler.peers is None and donates(update)  # a handler of one process goes on after a step that fails
     if is_separable(update) and not waits and not undoes:

@@ -1,6 +1,7 @@
 """Ranks run the first forwards of a step before the last rank has come to it; and it may yet be refused, or fail."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_a_step_to_which_the_last_rank_comes_late(schedule, changes, pools):
                 assert first < late, (change, rank)
 
 
+@pytest.mark.parametrize("schedule", sample(["zb_h2", "zb_v", "interleaved_1f1b", "seq_1f1b"], ["zb_h2"]))
+def test_a_step_of_replicas_to_which_their_last_ranks_come_late(schedule, pools):
+    """Rank 0 of each replica has run a forward, whatever becomes of the step."""
+    changes = ("nothing", "params", "raises", "rng", "target")
+    says = SAID | {"params": "params has no entry for it|can't run the step", "raises": "ArithmeticError: at once"}
+    says["rng"] = r"were called with different rng="
+    outcomes = pools(4).run(leading_jobs.late, 2, schedule, changes, 2)
+    for change, *processes in zip(changes, *outcomes, strict=True):
+        late = min(begun for begun, *_ in processes[1::2])
+        for process, (_, first, error, differences) in enumerate(processes):
+            assert differences == [], (change, process)
+            assert re.search(says[change], error), (change, process, error)
+            if process % 2 == 0 and change in ("nothing", "params", "rng"):
+                assert first < late, (change, process)
+
+
 @one_in(2)
 @pytest.mark.parametrize(
     ("schedule", "victim"),
@@ -90,5 +107,9 @@ def test_only_activations_lead(name):
     assert leading(forward_only(programs)) == frozenset()
 
 
-def test_replicas_do_not_lead():
-    assert leading(lower(schedules.gpipe, Plan(Placement.loop(2), 4, replicas=2))) == frozenset()
+def test_replicas_lead_unless_they_gather_params():
+    plan = Plan(Placement.loop(2), 4)
+    alone = leading(lower(schedules.gpipe, plan))
+    plan = replace(plan, replicas=2)
+    assert leading(lower(schedules.gpipe, plan)) == alone
+    assert leading(lower(schedules.gpipe, plan, resident=1)) == frozenset()

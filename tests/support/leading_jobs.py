@@ -13,6 +13,7 @@ from fpipe import Pipeline, Stage, handlers
 from tests.support.cases import SCHEDULES, mse
 from tests.support.faults import layer
 from tests.support.jobs import differences
+from tests.support.shards import mesh_of
 
 LATE, MICROBATCHES = 0.3, 6
 WHOLE, UNEVEN = 2 * MICROBATCHES, MICROBATCHES + 1  # rows of a batch
@@ -34,26 +35,29 @@ def passing_on(fn):
 
 
 class Late:
-    """The steps of one rank.
+    """The steps of one rank, of which there is one in each replica, with the same rows.
 
     Attributes:
         calls: when its stage was called.
         fault: the error that the stage raises, once; or "killed".
     """
 
-    def __init__(self, rank, ranks, schedule):
+    def __init__(self, process, ranks, schedule, replicas=1):
+        rank = process % ranks
         self.rank, self.last, self.calls, self.fault = rank, rank == ranks - 1, [], None
         order, place = SCHEDULES[schedule]
         stages = place(ranks).stages
         sliced = schedule.startswith("seq")
         self.pipeline = Pipeline([passing_on(self.stage) if sliced else self.stage] * stages, mse)
-        self.plan = self.pipeline.plan(place(ranks), MICROBATCHES, slices=1 + sliced)
+        self.plan = self.pipeline.plan(place(ranks), MICROBATCHES, slices=1 + sliced, replicas=replicas)
         self.own = self.plan.stages_on(rank)
         generator = torch.Generator().manual_seed(0)
         self.whole = {s: {"w": torch.randn(4, 4, generator=generator)} for s in range(stages)}
         self.params = {s: self.whole[s] for s in self.own}
         self.x, self.y = torch.randn(2, 2 * MICROBATCHES, 4, 4, generator=generator)
-        own = {"handler": handlers.Distributed(timeout=20), "autodiff": "eager"}
+        mesh = mesh_of(replicas, ranks, names=("dp", "pp")) if replicas > 1 else None
+        grid = {} if mesh is None else {"group": mesh["pp"], "replicas": mesh["dp"]}
+        own = {"handler": handlers.Distributed(**grid, timeout=20), "autodiff": "eager"}
         self.handler = own["handler"]
         self.step = fpipe.value_and_grad(self.pipeline, order, self.plan, **own)
         self.other = fpipe.value_and_grad(self.pipeline, order, self.plan, **own)
@@ -62,7 +66,8 @@ class Late:
         self.reference = fpipe.value_and_grad(plain, "gpipe", self.plan, handler=handlers.Reference())
         self.expected = {}  # computed before the steps, which are timed
         for dtype, rows in ((torch.float32, WHOLE), (torch.float64, WHOLE), (torch.float32, UNEVEN)):
-            loss, grads = self.reference(self.whole, self.x[:rows], self.y[:rows].to(dtype))
+            x, y = (torch.cat([each[:rows]] * replicas) for each in (self.x, self.y.to(dtype)))
+            loss, grads = self.reference(self.whole, x, y)
             self.expected[dtype, rows] = loss, {s: grads[s] for s in self.own}
 
     def stage(self, p, x):
@@ -106,9 +111,9 @@ class Late:
         return self.trained(seed=int(change == "rng" and self.last))
 
 
-def late(rank, ranks, schedule="zb_h2", changes=CHANGES):
+def late(rank, ranks, schedule="zb_h2", changes=CHANGES, replicas=1):
     """For each change: when the rank began the late step, when its stage was first called, the error, differences."""
-    late, found = Late(rank, ranks, schedule), []
+    late, found = Late(rank, ranks, schedule, replicas), []
     for _ in range(2):
         late.smaller()
     for change in changes:

@@ -19,6 +19,7 @@ from fpipe.training.late import LateNumber
 from tests.support.cases import SCHEDULES, mse
 from tests.support.jobs import differences
 from tests.support.leading_jobs import passing_on
+from tests.support.shards import mesh_of
 
 MICROBATCHES, WIDTH = 6, 4
 SIZES = (40.0, 0.1, 0.1, 40.0, 40.0, 0.1, 0.1, 0.1, 40.0, 0.1)
@@ -75,6 +76,7 @@ class Loop:
         drop: the probability of dropout, by the global generator.
         checks: options of `train_step`.
         scale: the first loss scale, if there is one.
+        replicas: of the pipeline, in other processes; each has the same rows, and the last rank of each is late.
         faults: by step, (rank, kind): it is passed no params, clips to another norm, raises an error, is interrupted
             or is killed in its first forward; or (None, "rows") for another batch size.
 
@@ -85,7 +87,7 @@ class Loop:
 
     def __init__(
         self,
-        rank,
+        process,
         ranks,
         schedule,
         hurries,
@@ -104,7 +106,9 @@ class Loop:
         checks=CLIPS,
         faults=None,
         scale=None,
+        replicas=1,
     ):
+        rank = process % ranks
         self.rank, self.late, self.reads, self.sizes = rank, late * (rank == ranks - 1), rank in reads, sizes
         self.limit, self.drop, self.faults, self.fault = limit, drop, faults or {}, None
         self.lags, self.lag, self.changes_loss = (lags or {}) if rank == ranks - 1 else {}, 0.0, changes_loss
@@ -113,7 +117,7 @@ class Loop:
         placement = place(ranks)
         sliced = schedule.startswith("seq")
         self.pipeline = Pipeline([passing_on(self.stage) if sliced else self.stage] * placement.stages, mse)
-        self.plan = self.pipeline.plan(placement, MICROBATCHES, slices=1 + sliced)
+        self.plan = self.pipeline.plan(placement, MICROBATCHES, slices=1 + sliced, replicas=replicas)
         own, generator = self.plan.stages_on(rank), torch.Generator().manual_seed(0)
         self.own = range(placement.stages) if handler else own
         every = torch.randn(placement.stages, WIDTH, WIDTH, generator=generator)
@@ -122,7 +126,9 @@ class Loop:
         # Copies, for tensors that are passed to processes are theirs in common.
         self.checks = checks = {k: x.clone() if isinstance(x, torch.Tensor) else x for k, x in checks.items()}
         pair, options = OPTIMIZERS[optimizer](donate), {"post_validate": hurries, "autodiff": "eager", **checks}
-        handler = handler or handlers.Distributed(timeout=20)
+        mesh = mesh_of(replicas, ranks, names=("dp", "pp")) if replicas > 1 else None
+        grid = {} if mesh is None else {"group": mesh["pp"], "replicas": mesh["dp"]}
+        handler = handler or handlers.Distributed(**grid, timeout=20)
         self.scale = {} if scale is None else {"loss_scale": fpipe.LossScale(scale, growth_interval=2)}
         self.step = fpipe.train_step(self.pipeline, order, self.plan, pair, handler=handler, **options)
         self.state, self.counts, self.errors, self.results = pair.init(self.params), [], [], []

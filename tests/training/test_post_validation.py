@@ -95,6 +95,20 @@ def test_an_error_for_a_step_that_has_returned(sizes, checks, donate, reads, poo
         assert "Its results are the params and states that were passed to it. Find" in early
 
 
+@combined(
+    checks=(jobs.CLIPS, jobs.SKIPS, jobs.RAISES),
+    sizes=(jobs.SIZES, jobs.NOT_FINITE),
+    scale=(None, 2.0**10),
+    schedule=("zb_h2", "zb_v", "interleaved_1f1b"),
+)
+def test_replicas(checks, sizes, scale, schedule, pools):
+    options = {"checks": checks, "sizes": sizes, "scale": scale, "late": 0.2, "replicas": 2, "donate": True}
+    for process, (found, _, more) in enumerate(pools(4).run(jobs.compare, 2, schedule, options)):
+        assert found == []
+        if process % 2 == 0 and checks == jobs.CLIPS and sizes is jobs.SIZES and schedule == "zb_h2":
+            assert [i for i, count in enumerate(more) if count] == [*jobs.REVERSALS]
+
+
 def test_a_thread_may_wait_for_results_while_steps_run(pools):
     for rank, (found, errors, reads) in enumerate(pools(3).run(jobs.read_in_a_thread, 3)):
         assert (found, errors, reads) == ([], [], 0 if rank else len(jobs.SIZES))
@@ -228,6 +242,7 @@ def test_a_late_number_is_never_taken_for_another_one(use):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"resident": 1}, "resident=1: params are gathered"),
         ({"capture": True}, "capture=True"),
         ({"optimizer": (lambda p: p, lambda g, s, p: (p, s))}, "take interop.optimizer"),
     ],
