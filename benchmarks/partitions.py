@@ -187,6 +187,11 @@ def host_time(handler: handlers.Distributed, ranks: int, link: fpipe.Link) -> fl
     return on_first(lambda: max(0.0, seconds - 2 * (ranks - 1) * link.latency) / (2 * (IDLE + ranks - 1)))
 
 
+def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
+    """Return the costs of stages with the host's time in that of each piece."""
+    return Grouping(plan, [1] * plan.stages, host).costs(costs, plan)
+
+
 # Layouts
 
 

@@ -15,9 +15,10 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
   process grows at most in a step, which has the new gradients, messages and what a piece needs while it runs, too.
   `measured`, `predicted` and `process` are of the rank with the most.
 
-A prediction is `simulate` with costs from `fpipe.profile(slices=)` and a measured link. Times are medians of rounds in
-which all cases take turns; the first and the last one also profile, which traces every slice. `over` is the measured
-time, or the bytes, over those of whole sequences under the same kind of schedule.
+A prediction is `simulate` with costs from `fpipe.profile(slices=)`, the host's time for a piece, from a step of stages
+that do nothing, and a measured link. Times are medians of rounds in which all cases take turns; the first and the last
+one also profile, which traces every slice. `over` is the measured time, or the bytes, over those of whole sequences
+under the same kind of schedule.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, timed
+from benchmarks import models, partitions, timed
 from examples import long_sequences
 from fpipe import Costs, Pipeline, Placement, Plan, Stage, handlers
 
@@ -85,6 +86,7 @@ class Process:
         self.kind, self.handler, self.cases = kind, handlers.Distributed(timeout=models.TIMEOUT), cases(counts)
         self.pipeline, self.params = model(kind)
         self.link = models.ping(rank, torch.ones(1, CONTEXT[kind] // max(counts), WIDTH))
+        self.host = partitions.host_time(self.handler, RANKS[kind], self.link)
 
     def plan(self, case: Case) -> Plan:
         return self.pipeline.plan(Placement.loop(RANKS[self.kind]), MICROBATCHES, slices=case.slices)
@@ -96,9 +98,11 @@ class Process:
         return partial(step, own, *data(self.kind, MICROBATCHES))
 
     def profile(self, slices: int, repeats: int) -> Costs:
-        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": repeats, "slices": slices}
+        count = models.PROFILED if self.kind == "real" else 1
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": repeats}
+        options |= {"slices": slices, "microbatches": count}
         return replace(
-            fpipe.profile(self.pipeline, self.params, *data(self.kind, 1), **options), communication=self.link
+            fpipe.profile(self.pipeline, self.params, *data(self.kind, count), **options), communication=self.link
         )
 
 
@@ -127,7 +131,8 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
         if number in (0, rounds - 1):
             costs = {slices: process.profile(slices, models.REPEATS) for slices in sorted({c.slices for c in steps})}
             for case in steps:
-                line = fpipe.simulate(case.schedule, process.plan(case), costs[case.slices])
+                plan = process.plan(case)
+                line = fpipe.simulate(case.schedule, plan, partitions.with_host(costs[case.slices], plan, process.host))
                 predicted[case].append(1e3 * line.makespan)
     return [row(process.kind, case, statistics.median(predicted[case]), measured[case]) for case in steps]
 

@@ -22,10 +22,11 @@ Five ways take turns:
   share the head, and twice the parameters.
 - `vocabulary`: `vocabulary-1f1b`, with equal numbers of blocks.
 
-A prediction is `simulate` with costs from `fpipe.profile`, the host's time for a piece and a measured link, the mean of
-one profile before the rounds and one after them. A step is timed from a barrier to a barrier; times are medians of
-rounds. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are `fpipe.footprint` of
-the rank with the most.
+A prediction is `simulate` with costs from `fpipe.profile`, the host's time for a piece, from a step of stages that do
+nothing, and a measured link, the mean of one profile before the rounds and one after them. Those of `real` are of the
+stages of each way, whose pieces take less than those of their layers together. A step is timed from a barrier to a
+barrier; times are medians of rounds. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'.
+Bytes are `fpipe.footprint` of the rank with the most.
 """
 
 from __future__ import annotations
@@ -155,18 +156,25 @@ class Process:
 
     def __init__(self, rank: int, name: str) -> None:
         self.table = TABLES[name]
-        self.model = Real(self.table) if name == "real" else Timed(self.table)
+        self.is_timed = name != "real"
+        self.model = Timed(self.table) if self.is_timed else Real(self.table)
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.link = models.ping(rank, self.model.activation)
         self.host = partitions.host_time(self.handler, self.table.ranks, self.link)
         self.count = self.table.blocks + 2
         self.layers = partitions.of_layers(self.count, self.table.ranks, self.table.microbatches)
 
-    def profile(self, in_parts: bool) -> Costs:
-        """Return the costs of the parts, or of the layers."""
-        stages = self.model.in_parts() if in_parts else self.model.in_layers(range(1, self.count))
+    def profile(self, in_parts: bool, cuts: Sequence[int] | None = None) -> Costs:
+        """Return the costs of the parts of the vocabulary, or of stages of layers.
+
+        Args:
+            cuts: the layers with which the stages begin; by default each is a stage.
+        """
+        cuts = range(1, self.count) if cuts is None else cuts
+        stages = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
+        count = 1 if self.is_timed else models.PROFILED
         options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": models.REPEATS}
-        costs = fpipe.profile(*stages, *self.model.data(1, in_parts), **options)
+        costs = fpipe.profile(*stages, *self.model.data(count, in_parts), microbatches=count, **options)
         return replace(costs, communication=self.link)
 
     def ways(self) -> dict[str, Way]:
@@ -187,11 +195,14 @@ class Process:
 
     def predictions(self, ways: dict[str, Way]) -> dict[str, tuple[float, float]]:
         """Return the milliseconds of each way and the bytes of its rank with the most, by a new profile."""
-        of_layers, of_parts = self.profile(in_parts=False), self.profile(in_parts=True)
+        of_layers = self.profile(in_parts=False) if self.is_timed else None
         results = {}
         for key, (_, schedule, plan, layers) in ways.items():
-            whole, of_pieces = (self.layers, of_layers) if layers else (plan, of_parts)
-            costs = Grouping(whole, layers or [1] * plan.stages, self.host).costs(of_pieces, plan)
+            if layers and of_layers is not None:  # the sleeps of layers add up
+                costs = Grouping(self.layers, layers, self.host).costs(of_layers, plan)
+            else:
+                of_stages = self.profile(not layers, [*accumulate(layers)][:-1])
+                costs = partitions.with_host(of_stages, plan, self.host)
             sizes = fpipe.footprint(fpipe.lower(schedule, plan), costs)
             results[key] = 1e3 * fpipe.simulate(schedule, plan, costs).makespan, max(each.total for each in sizes)
         return results
