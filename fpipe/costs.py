@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf, isfinite, nan
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat, cast
 
-from fpipe.effects import Name, Parameters, parts
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Name, Parameters, parts
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import is_whole
 from fpipe.plan import Plan, call_of
@@ -20,14 +20,24 @@ BY_PART = ("scale", "sizes", "slice_scale")
 NOT_BY_STAGE = {"communication", "shared", "tied", "reads", *BY_CLASS, *BY_PART, "replicas", "shards", "optimizer"}
 OVER_REPLICAS = ("gather", "scatter")
 OVER_HOST_LINK = ("offload", "fetch")
-SIZES = {"activation", "residuals", "deferred", "carry"}
+SIZES = {"activation", "residuals", "deferred", "carry", "carry_gradient"}
+PIECES: Mapping[type, str] = {
+    Forward: "forward",
+    Backward: "backward",
+    BackwardInput: "backward_input",
+    BackwardWeight: "backward_weight",
+}
+"""The costs of what runs a stage."""
+OF_SLICES = {*PIECES.values(), "recompute", *SIZES - {"activation"}}
+"""The costs that have factors of their own for each slice."""
 BY_DEFAULT = {
     "backward": ("backward_input", "backward_weight"),
     "recompute": ("forward",),
     "gathered": ("parameters",),
     "gradients": ("gathered",),
+    "carry_gradient": ("carry",),
 }
-UNSCALED = {"parameters", "gathered", "gradients", "update"}  # by the factors of microbatches
+UNSCALED = {"parameters", "gathered", "gradients", "update", "prepared"}  # by the factors of microbatches
 ROUNDING = 1e-9
 """The relative difference of times, or of bytes, that are the same: sums of them round."""
 WITH_TIED = {"gathered", "gradients"}  # a stage casts, gathers and sums the tied parameters that it uses by itself
@@ -82,6 +92,8 @@ class Shared(NamedTuple):
     Args:
         bytes: its size.
         names: those of microbatch 0: `(Activation(0, 0), Residuals(1, 0))` is output of stage 0 that stage 1 saves.
+            Slices share memory as the first one does, each its own; but where `Costs.slice_scale` has sizes of slices,
+            names are of their own slice.
     """
 
     bytes: float
@@ -145,9 +157,14 @@ class Costs:
         scale: one factor for each microbatch, for the times of its effects; by default 1. The time of an overlap
             is scaled by the mean of its two microbatches' factors.
         sizes: one factor for each microbatch, for the bytes of its values and so of its transfers; by default `scale`.
-        carry: bytes that a stage passes from one slice of a microbatch to the next; its gradient has the same size.
+        carry: bytes that a stage passes from one slice of a microbatch to the next.
+        carry_gradient: bytes of its gradient; by default the same. A gradient that is a view of a larger tensor has
+            the memory of that.
+        prepared: bytes that a stage computes of its parameters alone, or of nothing, such as masks: once a step, and
+            live until its end.
         slice_scale: one factor for each slice of a microbatch, for the times of its effects; by default 1. With causal
-            attention a later slice takes longer.
+            attention a later slice takes longer. Or a mapping {name of a time, or of `residuals`, `deferred`, `carry`,
+            `carry_gradient`: one factor for each slice, or such a sequence for each stage}.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -187,7 +204,9 @@ class Costs:
     scale: Sequence[float] = ()
     sizes: Sequence[float] = ()
     carry: PerStage = 0.0
-    slice_scale: Sequence[float] = ()
+    carry_gradient: PerStage | None = None
+    prepared: PerStage = 0.0
+    slice_scale: Sequence[float] | Mapping[str, Sequence[float] | Sequence[Sequence[float]]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -241,16 +260,27 @@ class Costs:
             return sum(self._at(half, of) for half in halves) if halves else sum(map(self.time, both))
         if cost in UNSCALED:
             return _at(per_stage, both[0].stage)
-        factor = self._size if cost in SIZES else self._factor
-        return _at(per_stage, both[0].stage) * (sum(map(factor, both)) / len(both))
+        return _at(per_stage, both[0].stage) * (sum(self._factor(cost, part) for part in both) / len(both))
 
-    def _size(self, named: Any) -> float:
-        return self.sizes[named.microbatch] if self.sizes else 1.0
+    def _factor(self, cost: str, named: Any) -> float:
+        """Return the factor of a cost for the microbatch, and for the slice, that an effect or a value names."""
+        by_microbatch = self.sizes if cost in SIZES else self.scale
+        factor = by_microbatch[named.microbatch] if by_microbatch else 1.0
+        by_slice = self.of_slices(cost, named.stage)
+        return factor * by_slice[slice_of(named)] if by_slice else factor
 
-    def _factor(self, effect: Any) -> float:
-        """Return the factor for the time of an effect on a microbatch, or on a slice of one."""
-        factor = self.scale[effect.microbatch] if self.scale else 1.0
-        return factor * self.slice_scale[slice_of(effect)] if self.slice_scale else factor
+    def of_slices(self, cost: str, stage: int) -> Sequence[float]:
+        """Return the factors of a cost for the slices of a stage; none where all are 1."""
+        if isinstance(self.slice_scale, tuple):
+            return () if cost in SIZES else self.slice_scale
+        factors: Any = cast(Any, self.slice_scale).get(cost, ())
+        of_stage: Sequence[float] = factors[stage] if factors and isinstance(factors[0], tuple) else factors
+        return of_stage
+
+    @property
+    def has_sizes_of_slices(self) -> bool:
+        """Whether the sizes are those of each slice, and the names in `shared` of their own slice."""
+        return isinstance(self.slice_scale, Mapping) and not SIZES.isdisjoint(self.slice_scale)
 
     def collective(self, effect: Any, table: Table = TABLE) -> float:
         """Return how much of an effect's time collectives inside its piece take."""
@@ -264,7 +294,7 @@ class Costs:
         times = sum(
             _at(self.collectives[each], effect.stage) for each in ([kind] if kind in self.collectives else halves)
         )
-        return min(times * self._factor(effect), self.time(effect, table))
+        return min(times * self._factor("collectives", effect), self.time(effect, table))
 
     def replica_transfer(self, cost: str, stage: int) -> float:
         """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""
@@ -386,11 +416,29 @@ class Costs:
                 )
         if unknown := [each.stages for each in self.tied if not each.stages or max(each.stages) >= plan.stages]:
             raise ScheduleError(f"tied names stages {unknown[0]}: give some of the plan's {plan.stages}, lowest first")
-        counts = {"scale": plan.microbatches, "sizes": plan.microbatches, "slice_scale": plan.slices}
-        for name, expected in counts.items():
-            if (count := len(getattr(self, name))) not in (0, expected):
-                noun = "slices" if name == "slice_scale" else "microbatches"
+        self._check_factors(plan)
+
+    def _check_factors(self, plan: Plan) -> None:
+        lists = [("scale", self.scale, plan.microbatches), ("sizes", self.sizes, plan.microbatches)]
+        by_cost: Any = self.slice_scale if isinstance(self.slice_scale, Mapping) else {"": self.slice_scale}
+        for cost, factors in by_cost.items():
+            name = f"slice_scale of {cost}" if cost else "slice_scale"
+            is_by_stage = bool(factors) and isinstance(factors[0], tuple)
+            if is_by_stage and len(factors) != plan.stages:
+                raise ScheduleError(
+                    f"{name} has factors of {len(factors)} stages, the plan {plan.stages}: give them for each stage, "
+                    "or the same ones for all"
+                )
+            lists += [(name, of_stage, plan.slices) for of_stage in (factors if is_by_stage else [factors])]
+        for name, factors, expected in lists:
+            if (count := len(factors)) not in (0, expected):
+                noun = "slices" if name.startswith("slice_scale") else "microbatches"
                 raise ScheduleError(f"{name} has {count} entries, the plan {expected} {noun}: give one factor for each")
+
+
+def relative(values: Sequence[float], mean: float) -> list[float]:
+    """Return values over their mean, as `slice_scale` has them; 1 for each where it is 0."""
+    return [value / mean if mean else 1.0 for value in values]
 
 
 _CLASSES = {kind.__name__: kind for kind in (Link, Shared, Tied, *TABLE.effects, *TABLE.values)}
@@ -443,6 +491,20 @@ def _factors(name: str, factors: Any) -> tuple[float, ...]:
     if not isinstance(normal, tuple):
         raise ScheduleError(f"{name} has one factor for each microbatch, not {factors!r} for all")
     return normal
+
+
+def _factors_of_slices(name: str, factors: Any) -> tuple[float, ...] | _ByKey:
+    if not isinstance(factors, Mapping):
+        return _factors(name, factors)
+    if unknown := [cost for cost in factors if cost not in OF_SLICES]:
+        raise ScheduleError(f"{name} has factors of {unknown[0]!r}: it takes those of {', '.join(sorted(OF_SLICES))}")
+
+    def by_stage(each: Any) -> tuple[Any, ...]:
+        listed = each.tolist() if hasattr(each, "tolist") else each
+        is_nested = bool(listed) and isinstance(listed[0], Sequence)
+        return tuple(_factors(name, of_stage) for of_stage in listed) if is_nested else _factors(name, listed)
+
+    return _ByKey((cost, by_stage(each)) for cost, each in sorted(factors.items()))
 
 
 def _time_or_link(name: str, cost: Any) -> PerStage | Link:
@@ -532,6 +594,6 @@ _NORMAL: Mapping[str, Callable[[str, Any], object]] = {
     "collectives": _by_class,
     "scale": _factors,
     "sizes": _factors,
-    "slice_scale": _factors,
+    "slice_scale": _factors_of_slices,
 }
 """Field of `Costs` -> the function that checks its value, and makes it one that can't change; else `_per_stage`."""

@@ -732,7 +732,7 @@ TABLE = Table(
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),
         Carry: ValueRow(bytes=_cost("carry"), label="carry"),
-        CarryGradient: ValueRow(bytes=_cost("carry"), label="carry gradient", backward=True),
+        CarryGradient: ValueRow(bytes=_cost("carry_gradient"), label="carry gradient", backward=True),
         # A cache has all its places from the first token on, and is the caller's.
         Cached: ValueRow(bytes=_free, label="cache"),
         Parameters: ValueRow(bytes=_cost("gathered"), label="parameters", colour=YELLOW),

@@ -5,10 +5,11 @@ A bound counts passes in microbatch order on each stage, as the verifier demands
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import floor, inf
+from typing import Any
 
 from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import BackwardInput, BackwardWeight, Forward
@@ -77,7 +78,12 @@ def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Pla
     if plan.slices == 1:
         return plan, costs, limit
     scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
-    shortest = [min(costs.slice_scale)] if costs.slice_scale else ()
+    factors = costs.slice_scale
+    shortest: Any
+    if isinstance(factors, Mapping):
+        shortest = {cost: [[min(costs.of_slices(cost, s))] for s in range(plan.stages)] for cost in factors}
+    else:
+        shortest = [min(factors)] if factors else ()
     limit = None if limit is None else limit * plan.slices
     plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
     return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
@@ -33,7 +34,8 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in _spreadable(costs).items()}
     if into != stages:
         spread |= _spread_tied(costs, stages, into)
-        costs = replace(costs, shared=(), reads={})
+        groups = [range(i * stages // into, -(-(i + 1) * stages // into)) for i in range(into)]
+        costs = replace(costs, shared=(), reads={}, slice_scale=factors_of_slices(costs, groups))
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
     return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
 
@@ -41,7 +43,7 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
 def _spreadable(costs: Costs) -> dict[str, Any]:
     """Return the times and sizes that the parts of a stage have their shares of, by name."""
     times = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK)
-    names = (*times, "residuals", "deferred", *UNSCALED, *OVER_REPLICAS)
+    names = (*times, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED, *OVER_REPLICAS)
     each = {name: getattr(costs, name) for name in names}
     return {name: cost for name, cost in each.items() if cost is not None and not isinstance(cost, Link)}
 
@@ -89,6 +91,28 @@ def of_shares(costs: Costs, plan: Plan) -> Costs:
         spread["backward_input"][head] = 0.0
     spread["collectives"] = {kind: shared(cost) for kind, cost in costs.collectives.items()}
     return replace(costs, **spread)
+
+
+def factors_of_slices(costs: Costs, groups: Iterable[Sequence[int]]) -> Any:
+    """Return the factors of slices of stages that are made of others, as `Costs.slice_scale`.
+
+    Args:
+        groups: of each stage, the numbers of those.
+
+    >>> costs = Costs(forward=[1, 3], slice_scale={"forward": [[1, 1], [0.5, 1.5]]})
+    >>> factors_of_slices(costs, [[0, 1]])
+    {'forward': [[0.625, 1.375]]}
+    """
+    if not isinstance(costs.slice_scale, Mapping):
+        return costs.slice_scale
+
+    def mean(cost: str, group: Sequence[int]) -> list[float]:
+        each, rows = getattr(costs, cost), [costs.of_slices(cost, stage) for stage in group]
+        weights = [each[stage] for stage in group] if isinstance(each, Sequence) else []
+        return [fmean(factors, weights if any(weights) else None) for factors in zip(*rows, strict=True)]
+
+    groups = [*groups]
+    return {cost: [mean(cost, group) for group in groups] for cost in costs.slice_scale}
 
 
 def of_slice(costs: Costs, slices: int) -> Costs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import sub
 from statistics import fmean
 from typing import Any
 
@@ -12,10 +13,10 @@ from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, Pe
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Deferred, Forward, Gradient, Residuals
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
-from fpipe.schedules.cuts import existing
+from fpipe.schedules.cuts import existing, factors_of_slices
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
-SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", *UNSCALED)
+SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED)
 HALVES = (BackwardInput, BackwardWeight)
 NEGLIGIBLE = 0.01  # the time of an input gradient that is none, in those of a mean layer's
 
@@ -67,13 +68,17 @@ class Grouping:
         }
         sums["activation"] = self._outputs(layers)
         shared, twice = self._shared(layers)
+        slices = range(self.plan.slices if costs.has_sizes_of_slices else 1)
         for name, kind in (("activation", Activation), ("residuals", Residuals), ("deferred", Deferred)):
-            sums[name] = [whole - twice[kind(stage, 0)] for stage, whole in enumerate(sums[name])]
+            more = [fmean(twice[kind(stage, 0, t)] for t in slices) for stage in range(len(self.layers))]
+            sums[name] = [*map(sub, sums[name], more)]
         collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
         between: dict[str, Any] = {"reads": self._reads(layers), "shared": shared, "tied": self._tied(layers)}
         stages = replace(layers, **sums, **between, collectives=collectives)
         stages = self._with_host(self._without_unused_inputs(layers, stages, placed))
-        return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=costs.slice_scale)
+        groups = [[layer for layer, of in enumerate(self.stage_of) if of == s] for s in range(len(self.layers))]
+        factors = factors_of_slices(costs, groups)
+        return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=factors)
 
     def _sums(self, cost: PerStage) -> list[float]:
         sums = [0.0] * len(self.layers)

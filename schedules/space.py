@@ -63,7 +63,9 @@ class Space:
     @property
     def units(self) -> float:
         """How many times a step takes the time of a layer's passes: microbatches and their slices, by their factors."""
-        return (sum(self.costs.scale) or self.plan.microbatches) * (sum(self.costs.slice_scale) or self.plan.slices)
+        factors = self.costs.slice_scale
+        slices = sum(factors) if isinstance(factors, tuple) and factors else self.plan.slices
+        return (sum(self.costs.scale) or self.plan.microbatches) * slices
 
     @classmethod
     def of(

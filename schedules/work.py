@@ -26,6 +26,7 @@ from fpipe.effects import (
     Value,
 )
 from fpipe.plan import Plan
+from fpipe.programs.memory import prepared_on
 from fpipe.tables import TABLE
 
 Table = dict[int, tuple[Effect, ...]]
@@ -150,7 +151,8 @@ class Room:
         deferred = [
             plain.bytes(Deferred(s, 0)) if both else residuals[s] for s, both in zip(stages, halves, strict=True)
         ]
-        return cls(limits, residuals, deferred, costs.sizes or [1.0] * plan.microbatches)
+        rooms = [max(0.0, limit - prepared_on(plan, costs, rank)) for rank, limit in enumerate(limits)]
+        return cls(rooms, residuals, deferred, costs.sizes or [1.0] * plan.microbatches)
 
     def fitting(self, plan: Plan, held: Sequence[float]) -> list[int]:
         """Return by stage how many microbatches fit its rank if each holds so much, smallest first; at least 1."""

@@ -203,6 +203,11 @@ class Calls:
             yield from prepared.leaves
         yield from flatten(list(self.step.inputs.data)).leaves
 
+    def prepared(self, stage: int) -> Iterator[Any]:
+        """Iterate over the tensors that a stage has computed of its parameters alone; some are the parameters."""
+        for values in self.step.prepared[stage].computed.values():
+            yield from values if isinstance(values, list) else ()
+
     def sums(self) -> Iterator[Any]:
         """Iterate over the tensors of the sums of weight gradients so far, and None where a leaf has none yet."""
         for each in self.step.sums.values():

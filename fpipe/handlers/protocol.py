@@ -58,6 +58,9 @@ class ValueStore(Protocol):
     def borrowed(self) -> Iterable[Any]:
         """Iterate over the tensors that the caller owns: parameters and microbatches."""
 
+    def prepared(self, stage: int) -> Iterable[Any]:
+        """Iterate over the tensors that a stage has computed of its parameters alone; some are the parameters."""
+
     def sums(self) -> Iterable[Any]:
         """Iterate over the tensors of the sums of weight gradients so far, and None where a leaf has none yet."""
 

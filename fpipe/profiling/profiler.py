@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
+from operator import add
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.storages import leaves_of
-from fpipe.costs import OVER_REPLICAS, Costs, Shared, Tied
+from fpipe.costs import OVER_REPLICAS, PIECES, Costs, Shared, Tied, relative
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.errors.arguments import check_optimizer, checked
@@ -42,7 +43,6 @@ from fpipe.profiling import host_links, replicas, updates
 from fpipe.profiling.replicas import Seconds
 from fpipe.profiling.storages import StorageBytes
 from fpipe.programs.lowering import existing_halves
-from fpipe.programs.memory import of_first
 from fpipe.programs.program import Program
 from fpipe.stages.carry import by_slice
 from fpipe.stages.microbatch import Microbatch, pair_of_axes, slices_of, split
@@ -58,12 +58,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
-PIECES: Mapping[type, str] = {
-    fx.Forward: "forward",
-    fx.Backward: "backward",
-    fx.BackwardInput: "backward_input",
-    fx.BackwardWeight: "backward_weight",
+SIZES: Mapping[str, Any] = {
+    "residuals": fx.Residuals,
+    "deferred": fx.Deferred,
+    "carry": fx.Carry,
+    "carry_gradient": fx.CarryGradient,
 }
+CARRIED = ("carry", "carry_gradient")
 HINT = "every process calls profile with the handler"
 
 
@@ -96,9 +97,10 @@ def profile(
         params, state: of all stages. With a handler of several replicas, params may be sharded over these: each process
             gets them whole, and of experts its own. They may be DTensors over the processes that compute stages
             together, which stay as they are.
-        batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them.
+        batch, target: split into `microbatches`. The costs are those of one microbatch: the median over all of them. Of
+            at least three, it leaves out the first of a step, which takes longer: it makes the sums of gradients.
         slices, sequence_axes: of each microbatch, as in a plan and in `value_and_grad`. The costs are then the means
-            over its slices, with `carry` and `slice_scale`; memory that several slices share counts for each.
+            over its slices, with `carry`, `carry_gradient`, and as `slice_scale` the factors of each stage's slices.
         rng: (seed, step), by default (0, 0).
         precision: the dtypes of the step, as of `value_and_grad`.
         repeats: the number of measured steps with fused backwards, of those with split ones, and of gathers and
@@ -115,12 +117,12 @@ def profile(
         `parameters`, which are whole also where they are sharded, in the dtype in which they are passed; `gathered` and
         `gradients` if these have others. A half of a backward that a stage does not have, because of what is frozen,
         costs nothing. In the others neither parameters nor the batch are counted. `tied` are the entries that stages
-        share. `update` is that of a whole stage, 0
-        without an optimizer. `collectives` are the parts of these times in which a piece waits for those inside it,
-        where stages have some: all processes that take part call `profile` at the same time, and get the same times.
-        What they cut among them counts as this process's piece.
-        `shared` lists the
-        memory that several of these have in common, `reads` what a stage reads of an output if it does not read all.
+        share, `prepared` the bytes that a stage computes of its parameters alone, once a step. `update` is that of a
+        whole stage, 0 without an optimizer. `collectives` are the parts of these times in which a piece waits for those
+        inside it, where stages have some: all processes that take part call `profile` at the same time, and get the
+        same times. What they cut among them counts as this process's piece.
+        `shared` lists the memory that several of these have in common, `reads` what a stage reads of an output if it
+        does not read all.
         `offload` and `fetch` are the links to the host's memory and back, as lanes copy.
         Communication costs nothing: set it with `dataclasses.replace(costs, communication=Link(latency, bandwidth))`,
         and likewise `gather` and `scatter` without a handler. `Measurement.costs` has all of them as they were in a
@@ -442,7 +444,10 @@ class _Profiler(Observer):
         self.saved = None
 
     def _measure(self, effect: fx.Compute, saved: list[Tensor]) -> None:
-        """Add the values that an effect has put into the store."""
+        """Add the values that an effect has put into the store, and those that its stage has prepared."""
+        prepared = [*self.store.prepared(effect.stage)]
+        self.storages.add(fx.Parameters(effect.stage), prepared)
+        self.alive += prepared
         s, t, stage = effect.stage, effect.slice, self.stages[effect.stage]
         if isinstance(effect, fx.Forward):
             residuals = self._value(fx.Residuals(s, 0, t))
@@ -462,6 +467,8 @@ class _Profiler(Observer):
             self._add(fx.Deferred(s, 0, t))
             for source in self.plan.sources(s):
                 self._add(fx.Gradient(source, s, 0, t))
+            if t > 0 and self._value(fx.CarryGradient(s, 0, t - 1)) is not None:
+                self._add(fx.CarryGradient(s, 0, t - 1))
 
     def _value(self, name: fx.Name) -> Any:
         return self.store.slots[self.store.slot(name)]
@@ -475,60 +482,56 @@ class _Profiler(Observer):
 
     def costs(self, plan: Plan, seconds: Seconds) -> Costs:
         """Return medians over repeats and processes, and then over microbatches; of slices, the means of these."""
-        stages, slices, median = range(plan.stages), range(plan.slices), statistics.median
+        stages, slices = range(plan.stages), range(plan.slices)
 
         def of_slice(cost: str, stage: int, t: int) -> float:
             keys = [(cost, stage, plan.unit(m, t)) for m in range(plan.microbatches)]
             return median([median(seconds[key]) for key in keys if key in seconds] or [0.0])
 
-        def time(cost: str, stage: int) -> float:
-            return statistics.fmean(of_slice(cost, stage, t) for t in slices)
+        def times(cost: str, stage: int) -> list[float]:
+            return [of_slice(cost, stage, t) for t in slices]
 
         def whole(cost: str, stage: int) -> float:
             return median(seconds.get((cost, stage, 0), [0.0]))
 
-        def size(kind: Any, stage: int, count: int = plan.slices) -> float:
-            return sum(self.storages.bytes(kind(stage, 0, t)) for t in range(count)) / max(1, count)
+        def sizes(kind: Any, stage: int) -> list[float]:
+            return [float(self.storages.bytes(kind(stage, 0, t))) for t in slices]
 
-        times: Any = {cost: [time(cost, s) for s in stages] for cost in PIECES.values()}
-        times |= {cost: [whole(cost, s) for s in stages] for cost in (*OVER_REPLICAS, "update")}
         in_two = [plan.is_trained(s) and plan.has_input_half(s) for s in stages]
+        each = {cost: [times(cost, s) for s in stages] for cost in PIECES.values()}  # of each slice of each stage
+        waits = {kind: [times(f"collectives of {piece}", s) for s in stages] for kind, piece in PIECES.items()}
         for s in stages:
             if not in_two[s]:
-                times["backward"][s] = times["backward_input"][s] + times["backward_weight"][s]
-        waits = {kind: [time(f"collectives of {piece}", s) for s in stages] for kind, piece in PIECES.items()}
-        for s in stages:
-            if not in_two[s]:
-                waits[fx.Backward][s] = waits[fx.BackwardInput][s] + waits[fx.BackwardWeight][s]
+                each["backward"][s] = [*map(add, each["backward_input"][s], each["backward_weight"][s])]
+                waits[fx.Backward][s] = [*map(add, waits[fx.BackwardInput][s], waits[fx.BackwardWeight][s])]
+        each |= {name: [sizes(kind, s) for s in stages] for name, kind in SIZES.items()}
+        each["deferred"] = [x if in_two[s] else [0.0] * plan.slices for s, x in enumerate(each["deferred"])]
+        counts = {name: max(1, plan.slices - (name in CARRIED)) for name in each}  # the last slice passes nothing on
+        means: Any = {name: [sum(x) / counts[name] for x in costs] for name, costs in each.items()}
+        by_slice = {name: [*map(relative, costs, means[name])] for name, costs in each.items()}
+        once: Any = {cost: [whole(cost, s) for s in stages] for cost in (*OVER_REPLICAS, "update")}
         return Costs(
-            **times,
-            collectives=waits if self.waits.groups else {},
+            **means,
+            **once,
+            collectives={kind: [*map(fmean, x)] for kind, x in waits.items()} if self.waits.groups else {},
             activation=[sum(self.activations[fx.Activation(s, 0, t)] for t in slices) / plan.slices for s in stages],
-            residuals=[size(fx.Residuals, s) for s in stages],
-            deferred=[size(fx.Deferred, s) if in_two[s] else 0.0 for s in stages],
-            carry=[size(fx.Carry, s, plan.slices - 1) for s in stages],
-            slice_scale=_scale([sum(of_slice(cost, s, t) for cost in PIECES.values() for s in stages) for t in slices]),
+            prepared=[self.storages.bytes(fx.Parameters(s)) for s in stages],
+            slice_scale=by_slice if plan.slices > 1 else (),
             shared=self._shared(),
             reads=self.reads,
         )
 
     def _shared(self) -> list[Shared]:
-        """Return the bytes that names share; not those that a stage's residuals and deferred alone share, because they
-        are never live together. Of slices, the mean; what several of them share counts for each."""
+        """Return the bytes that names share; not those that residuals and deferred values of the same stage and slice
+        alone share, because they are never live together."""
         sizes: dict[tuple[fx.Name, ...], float] = defaultdict(float)
-        for every, size in self.storages.shared():
-            for t in range(self.plan.slices):
-                names: Any = tuple(name for name in every if slice_of(name) == t)
-                stage = names[0].stage if names else 0
-                if len(names) > 1 and {*names} != {fx.Residuals(stage, 0, t), fx.Deferred(stage, 0, t)}:
-                    sizes[tuple(map(of_first, names))] += size / self.plan.slices
+        for names, size in self.storages.shared():
+            first: Any = names[0]
+            pair = {kind(first.stage, 0, slice_of(first)) for kind in (fx.Residuals, fx.Deferred)}
+            if {*names} != pair:
+                sizes[names] += size
         whole = self.activations
         return [Shared(min(size, *(whole.get(n, size) for n in names)), names) for names, size in sizes.items()]
-
-
-def _scale(times: Sequence[float]) -> Sequence[float]:
-    """Return the factor of each slice, of its time in all stages."""
-    return [each / statistics.fmean(times) for each in times] if len(times) > 1 and all(times) else ()
 
 
 def _sent_bytes(leaves: Iterable[Any]) -> int:

@@ -10,8 +10,8 @@ On a rank there are, for the stages that are on it:
   weight gradient to its scatter, and then a D-th of this where the parameters are sharded. A stage has a sum of the
   tied parameters that it uses. A sum that comes from another rank counts from its receive on: of a copy of a stage all,
   else that of the tied parameters which stages of both ranks use;
-- the live values (`fpipe.programs.memory`): activations, residuals, deferred values, gradients, and the whole
-  parameters of sharded stages from their gather to their release.
+- the live values (`fpipe.programs.memory`): activations, residuals, deferred values, gradients, the whole parameters of
+  sharded stages from their gather to their release, and what stages prepare of their parameters.
 
 The peak is the largest sum of these at the end of an effect, in the order of the program. Not counted are the batch,
 temporaries inside a piece, buffers of communication, and the memory of the process itself.

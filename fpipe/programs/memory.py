@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe.costs import Costs
-from fpipe.effects import Fetch, Recompute, Recv, Send, Value
+from fpipe.effects import Fetch, Parameters, Recompute, Recv, Send, Value
+from fpipe.plan import Plan
 from fpipe.programs.completions import send_completions
 from fpipe.programs.interning import Interning
 from fpipe.programs.program import Program, Programs
@@ -22,6 +23,7 @@ from fpipe.programs.residuals import moves
 from fpipe.tables import is_uniform, slice_of
 
 RECEIVED = "received"
+PREPARED = "prepared"
 SUMS = "sums of gradients"
 """Owners of memory that are no kind of value; the sums are counted apart."""
 
@@ -42,7 +44,8 @@ class LiveMemory:
     """
 
     def __init__(self, costs: Costs, interning: Interning, rank: int) -> None:
-        self.costs, self.interning, self.rank, self.bytes = costs, interning, rank, 0.0
+        self.costs, self.interning, self.rank = costs, interning, rank
+        self.bytes = self.prepared = prepared_on(interning.plan, costs, rank)
         self._live: dict[int, None] = {}  # in the order in which they came
         self._users: Counter[int] = Counter()  # live values of each shared memory of each slice of each microbatch
         self._copies: dict[tuple[int, int], int] = {}  # of what came again: (value, shared memory) -> its own memory
@@ -80,7 +83,7 @@ class LiveMemory:
                 size -= part if memory in counted else 0.0
                 counted.add(memory)
             result[owner(id_)] += size
-        return dict(result)
+        return {**result, **({PREPARED: self.prepared} if self.prepared else {})}
 
     def _place(self, id_: int, effect: Any) -> None:
         """Note which copies of shared memories a value has: those of what the effect needs, or new ones."""
@@ -120,11 +123,14 @@ class LiveMemory:
         interning, sizes, name = self.interning, self.costs.sizes, self.interning.name(id_)
         microbatches, groups = interning.plan.microbatches, len(self.costs.shared)
         factor = sizes[name.microbatch] if sizes and hasattr(name, "microbatch") else 1.0
-        first = (slice_of(name) * groups) * microbatches  # slices share memory as the first one does, each its own
+        if self.costs.has_sizes_of_slices:
+            first, of_shared = 0, of_first(name, slice=slice_of(name))
+        else:  # slices share memory as the first one does, each its own
+            first, of_shared = slice_of(name) * groups * microbatches, of_first(name)
         shared = [
             (first + i * microbatches, s.bytes * factor)
             for i, s in enumerate(self.costs.shared)
-            if of_first(name) in s.names
+            if of_shared in s.names
         ]
         result = bytes_on(self.rank, name, self.costs, interning), shared
         if is_uniform(interning.table.values[type(name)].bytes):
@@ -132,11 +138,16 @@ class LiveMemory:
         return result
 
 
-def of_first(name: Any) -> Any:
-    """Return the same name of microbatch 0, and of its first slice."""
+def of_first(name: Any, slice: int = 0) -> Any:  # noqa: A002
+    """Return the same name of microbatch 0, and of its first slice or another one."""
     if not hasattr(name, "microbatch"):
         return name
-    return replace(name, microbatch=0, slice=0) if hasattr(name, "slice") else replace(name, microbatch=0)
+    return replace(name, microbatch=0, slice=slice) if hasattr(name, "slice") else replace(name, microbatch=0)
+
+
+def prepared_on(plan: Plan, costs: Costs, rank: int) -> float:
+    """Return the bytes that the stages of a rank prepare of their parameters."""
+    return sum(costs.at("prepared", Parameters(stage)) for stage in plan.stages_on(rank))
 
 
 def bytes_on(rank: int, name: Any, costs: Costs, interning: Interning) -> float:

@@ -95,9 +95,9 @@ class Report:
         peak_bytes: the peak of each rank's live bytes at the ends of effects, in program order: residuals, deferred
             values, and values from when they are computed, or their receive is posted, to their last use. Shared memory
             counts once. A backward has freed its inputs when it ends. A sent value is live until a value received from
-            that peer acknowledges it. Not counted: parameters and values derived from them alone (`LiveBytes` counts
-            these), the batch, gradient and loss accumulators, temporaries inside a piece, and packing buffers. None
-            without costs. `fpipe.LiveBytes` measures it.
+            that peer acknowledges it. What stages prepare of their parameters alone (`Costs.prepared`) counts all the
+            time. Not counted: parameters, the batch, gradient and loss accumulators, temporaries inside a piece, and
+            packing buffers. None without costs. `fpipe.LiveBytes` measures it.
         peak_resident: the peak number of stages whose gathered parameters are whole on each rank at a time.
     """
 

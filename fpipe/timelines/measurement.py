@@ -15,11 +15,11 @@ from functools import cached_property
 from html import escape
 from itertools import accumulate, pairwise
 from math import inf, isnan
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 from fpipe._format import aligned, extent
-from fpipe.costs import Costs
+from fpipe.costs import PIECES, Costs, relative
 from fpipe.effects import (
     Backward,
     BackwardInput,
@@ -42,7 +42,7 @@ from fpipe.effects import (
 from fpipe.plan import Plan
 from fpipe.programs.program import Program, Programs, plan_of, table_of
 from fpipe.programs.residuals import moves
-from fpipe.tables import LANES, TABLE, Table, fields_of
+from fpipe.tables import LANES, TABLE, Table, fields_of, slice_of
 from fpipe.timelines.spans import Spans
 from fpipe.timelines.timeline import Timeline
 
@@ -378,18 +378,27 @@ class Measurement:
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
 
+        Of slices, the means of their medians, with the factors of each as `slice_scale`.
         For transfers, gathers, scatters and copies, the median of those waited for; if none was, the smallest upper
         bound. A kind that a stage never ran costs 0, so use these costs to `simulate` the same schedule.
         """
-        taken = defaultdict[tuple[type, int], list[float]](list)
+        taken = defaultdict[tuple[type, int], dict[int, list[float]]](lambda: defaultdict(list))
         for rank, columns in self.columns.items():
             for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
                 if self._computes(effect) or type(effect) not in TABLE.effects:
-                    taken[type(effect), getattr(parts(effect)[0], "stage", 0)].append(end - start)
+                    part = parts(effect)[0]
+                    taken[type(effect), getattr(part, "stage", 0)][slice_of(part)].append(end - start)
+        stages, slices = range(self.plan.stages), range(self.plan.slices)
+
+        def medians(kind: type, stage: int) -> dict[int, float]:
+            return {t: median(seconds) for t, seconds in taken.get((kind, stage), {}).items()}
 
         def times(kind: type) -> list[float]:
-            stages = range(self.plan.stages)
-            return [median(taken[kind, stage]) if (kind, stage) in taken else 0.0 for stage in stages]
+            return [fmean(medians(kind, s).values() or [0.0]) for s in stages]
+
+        def factors(kind: type) -> list[list[float]]:
+            means = times(kind)
+            return [relative([medians(kind, s).get(t, means[s]) for t in slices], means[s]) for s in stages]
 
         extra = sorted({kind for kind, _ in taken if kind not in TABLE.effects}, key=lambda kind: kind.__name__)
         return Costs(
@@ -405,6 +414,7 @@ class Measurement:
             offload=self._lane_times(Offload),
             fetch=self._lane_times(Fetch),
             recompute=again if any(again := times(Recompute)) else None,
+            slice_scale={name: factors(kind) for kind, name in PIECES.items()} if len(slices) > 1 else (),
             replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )

@@ -349,7 +349,8 @@ class Timeline:
         return [max((count for _, count in self.in_flight(rank)), default=0.0) for rank in range(self.plan.ranks)]
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """Return (time, live bytes from then on) of a rank: residuals, deferred values, and sent or received values.
+        """Return (time, live bytes from then on) of a rank: residuals, deferred values, sent or received values, and
+        what its stages prepare of their parameters.
 
         A received value counts from the post of its receive, a sent value until it is delivered, and the values that a
         backward gives from its end, when it has freed its inputs. Shared memory counts once.
@@ -357,7 +358,9 @@ class Timeline:
         return [(time, live.bytes) for time, live in self._memory(rank)]
 
     def owners(self, rank: int) -> dict[str, float]:
-        """Return the bytes of each owner of a rank's `memory` at its peak: `RECEIVED`, or the label of a kind of value.
+        """Return the bytes of each owner of a rank's `memory` at its peak.
+
+        An owner is `RECEIVED`, `PREPARED`, or the label of a kind of value.
 
         Memory that several share counts to the one that came first. Beside them, and no part of the peak, are the
         `SUMS` of weight gradients at that time, where the costs have their bytes.

@@ -5,7 +5,9 @@ from inspect import cleandoc
 import pytest
 
 from fpipe import Costs, Placement, Plan, ScheduleError, draw, schedules, simulate, verify
-from fpipe.schedules import gpipe, one_f_one_b, seq_1f1b, seq_zb
+from fpipe.costs import Shared
+from fpipe.effects import Carry, Residuals
+from fpipe.schedules import gpipe, lower_bound, one_f_one_b, seq_1f1b, seq_zb
 from fpipe.schedules.cuts import of_slice
 from tests.support.combinations import combined, sample
 
@@ -80,6 +82,35 @@ def test_later_slices_take_longer():
     assert simulate(seq_1f1b, plan, Costs(slice_scale=[1, 3])).makespan == 24
     with pytest.raises(ScheduleError, match="slice_scale has 3 entries, the plan 2 slices"):
         simulate(seq_1f1b, plan, Costs(slice_scale=[1, 2, 3]))
+
+
+def test_each_cost_has_factors_of_its_own():
+    """By stage, or the same for all: two forwards of 1 and 3, and two backwards of 2 and 2, for two microbatches."""
+    plan = Plan(Placement.loop(1), 2, slices=2)
+    assert simulate(seq_1f1b, plan, Costs(slice_scale={"forward": [1, 3]})).makespan == 2 * (1 + 3 + 2 + 2)
+    by_stage = Costs(residuals=10, slice_scale={"forward": [[1, 3]], "residuals": [[1, 2]]}, prepared=5)
+    assert simulate(seq_1f1b, plan, by_stage).makespan == 16
+    assert verify(seq_1f1b, plan, costs=by_stage).peak_bytes == (5 + 10 + 20,)
+    assert Costs.from_json(by_stage.as_json()) == by_stage
+    with pytest.raises(ScheduleError, match="slice_scale of forward has 3 entries, the plan 2 slices"):
+        simulate(seq_1f1b, plan, Costs(slice_scale={"forward": [1, 2, 3]}))
+    with pytest.raises(ScheduleError, match="factors of 2 stages, the plan 1"):
+        simulate(seq_1f1b, plan, Costs(slice_scale={"forward": [[1, 2], [1, 2]]}))
+    with pytest.raises(ScheduleError, match="factors of 'gather': it takes those of backward"):
+        Costs(slice_scale={"gather": [1, 2]})
+
+
+def test_shared_memory_of_slices_with_sizes_of_their_own():
+    """The second slice's residuals are all that the first one carries, and five bytes more."""
+    plan = Plan(Placement.loop(1), 1, slices=2)
+    shared = Shared(3, (Carry(0, 0, 0), Residuals(0, 0, 1)))
+    costs = Costs(residuals=6, carry=3, slice_scale={"residuals": [2 / 3, 4 / 3], "carry": [1, 0]}, shared=[shared])
+    assert verify("gpipe", plan, costs=costs).peak_bytes == (4 + 8,)
+
+
+def test_a_bound_holds_for_the_shortest_slices():
+    plan, costs = Plan(Placement.loop(2), 4, slices=2), Costs(slice_scale={"forward": [[1, 2], [0.5, 1.5]]})
+    assert lower_bound(plan, costs) <= simulate(seq_1f1b, plan, costs).cost
 
 
 def test_a_search_takes_schedules_with_slices_where_the_plan_has_them():

@@ -7,6 +7,7 @@ from itertools import dropwhile
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 import fpipe
 from fpipe import Output, Pipeline, Stage
@@ -76,19 +77,38 @@ def dense(stages):
     )
 
 
+def causal(stages):
+    """Keys and values are carried from slice to slice: later ones keep more of them, and have larger masks."""
+
+    def block(p, carry, x):
+        q, k, v = (x @ p["qkv"]).chunk(3, -1)
+        if carry is not None:
+            k, v = torch.cat((carry[0], k), 1), torch.cat((carry[1], v), 1)
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        x = x + F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return x + F.gelu(x @ p["up"]) @ p["down"], (k, v)
+
+    def batch(rows):
+        return torch.randn(2, rows // ROWS, 48, WIDTH)
+
+    _, params, _ = blocks(stages)
+    return Pipeline([Stage(block, carry=True)] * stages, cases.mse), params, batch
+
+
 KINDS = {f.__name__: f for f in (blocks, layers, skip)}
 
 
 @functools.cache
-def made(kind, stages, microbatches, policy, trained=None):
+def made(kind, stages, microbatches, policy, trained=None, slices=1):
     """(pipeline, params, batch, target, costs), the same in every process."""
     torch.manual_seed(0)
-    pipeline, params, batch = (KINDS | {"dense": dense})[kind](stages)
+    pipeline, params, batch = (KINDS | {"dense": dense, "causal": causal})[kind](stages)
     if trained is not None:
         pipeline = pipeline.freeze(params, lambda path, x: path[0] not in trained)
     batch, target = batch(ROWS * microbatches)
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
-    costs = fpipe.profile(pipeline, params, batch, target, microbatches=microbatches, repeats=1, **options)
+    options |= {"microbatches": microbatches, "slices": slices, "repeats": 1}
+    costs = fpipe.profile(pipeline, params, batch, target, **options)
     return pipeline, params, batch, target, costs
 
 
@@ -97,14 +117,19 @@ def held(rank, kind, name, ranks, microbatches):
     return compared(rank, kind, schedule, place(ranks), microbatches, jobs.handler())
 
 
-def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything", trained=None):
+def held_in_slices(rank, name, ranks, slices):
+    schedule, place = cases.SCHEDULES[name]
+    return compared(rank, "causal", schedule, place(ranks), 4, jobs.handler(), slices=slices)
+
+
+def compared(rank, kind, schedule, placement, microbatches, handler, policy="everything", trained=None, slices=1):
     """What a rank holds at most, as measured and as predicted, and by how much these differ after an effect.
 
     Until the ranks agree on the step, in its first effects, no receive has been posted: differences count from the
     first backward on.
     """
-    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy, trained)
-    plan, live = pipeline.plan(placement, microbatches), fpipe.LiveBytes()
+    pipeline, params, batch, target, costs = made(kind, placement.stages, microbatches, policy, trained, slices)
+    plan, live = pipeline.plan(placement, microbatches, slices=slices), fpipe.LiveBytes()
     own = sharing(handler, "live", kind, plan.stages, policy, trained)
     options = {"autodiff": "graph", "policy": POLICIES[policy]}
     step = fpipe.value_and_grad(pipeline, schedule, plan, handler=own, observe=live, **options)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fpipe.autodiff.storages import leaves_of, storage_bytes
-from fpipe.effects import Effect, Gather, Parameters, Recv
+from fpipe.effects import Effect, Gather, Parameters, Recv, parts
 from fpipe.handlers.protocol import ValueStore
 from fpipe.profiling.storages import StorageBytes
-from fpipe.programs.memory import RECEIVED, SUMS
+from fpipe.programs.memory import PREPARED, RECEIVED, SUMS
 from fpipe.programs.program import Program
 
 OTHER = "other"
@@ -16,19 +18,20 @@ class SlotMemory:
     """Measures one rank's store through one step, in bytes.
 
     Counted: values in slots, which are outputs, gradients, residuals, deferred values, and the whole parameters of a
-    stage from their gather to their release. Not counted: the parameters that the rank has all the time, and
-    microbatches; sums of weight gradients, which live for the whole step; and tensors that eager autograd saves.
+    stage from their gather to their release; and what stages prepare of their parameters. Not counted: the parameters
+    that the rank has all the time, and microbatches; sums of weight gradients, which live for the whole step; and
+    tensors that eager autograd saves.
 
     Args:
         during: for each effect, the bytes when it begins or when it ends, whichever is more.
         after: for each effect, the bytes after the values that it was the last to use are freed.
         sizes: for each receive, the bytes of its value.
-        owners: the bytes at the peak by owner: `RECEIVED`, or the name of a kind of value as the table has it. Beside
-            them, and not a part of the peak, `SUMS`: the sums of weight gradients at that time.
+        owners: the bytes at the peak by owner: `RECEIVED`, `PREPARED`, or the name of a kind of value as the table has
+            it. Beside them, and not a part of the peak, `SUMS`: the sums of weight gradients at that time.
     """
 
     def __init__(self, program: Program, store: ValueStore) -> None:
-        self.store = store
+        self.store, self.plan, self.table = store, program.plan, program.table
         count = len(program)
         self.during, self.after, self.sizes = [0.0] * count, [0.0] * count, [float("nan")] * count
         self._gathered = {store.slot(Parameters(e.stage)) for e in program if isinstance(e, Gather)}
@@ -36,7 +39,9 @@ class SlotMemory:
         self.owners: dict[str, float] = {}
         self._peak, self._labels = 0.0, _labels(program, store)
         self._labels |= dict.fromkeys(self._receives, RECEIVED)
+        self._labels |= dict.fromkeys(map(_of_stage, program.plan.stages_on(program.rank)), PREPARED)
         self._seen = set[int]()  # slots whose value is counted
+        self._prepared = set[tuple[type, int, int]]()  # kinds of effects, with stage and slice, that have run
         self._bytes: StorageBytes[int] | None = None
         self._at = 0
 
@@ -50,9 +55,21 @@ class SlotMemory:
 
     def end(self, effect: Effect) -> None:
         """Measure when an effect ends."""
+        self._count_prepared(effect)
         self.after[self._at] = total = self._measure(self._at)
         self.during[self._at] = max(self.during[self._at], total)
         self._at += 1
+
+    def _count_prepared(self, effect: Effect) -> None:
+        """Count what an effect's stage has prepared, which it does when the effect runs for the first time."""
+        assert self._bytes is not None
+        each: list[Any] = [part for part in parts(effect) if self.table.effects[type(part)].work]
+        for part in each:
+            key = type(part), part.stage, getattr(part, "slice", 0)
+            if key not in self._prepared:
+                self._prepared.add(key)
+                if part.stage not in self.plan.gathered:  # else it is given up with the whole parameters
+                    self._bytes.add(_of_stage(part.stage), self.store.prepared(part.stage))
 
     def _measure(self, at: int) -> float:
         assert self._bytes is not None
@@ -73,6 +90,11 @@ class SlotMemory:
             sums = float(sum(storage_bytes(self.store.sums()).values()))
             self.owners = self._bytes.by(lambda slot: self._labels.get(slot, OTHER)) | ({SUMS: sums} if sums else {})
         return float(self._bytes.total)
+
+
+def _of_stage(stage: int) -> int:
+    """Return the number under which what a stage prepares counts, which is no slot's."""
+    return -1 - stage
 
 
 def _labels(program: Program, store: ValueStore) -> dict[int, str]:
