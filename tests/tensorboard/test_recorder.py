@@ -157,7 +157,7 @@ def test_the_host_stands_around_the_effects(tmp_path):
     capture = find(tmp_path).read(CaptureId("", "measured", 1))
     (first, begun, start), (last, end, done) = capture.headers[0].host
     assert (first, last) == ("before the first effect", "after the last effect")
-    assert begun < start == capture.timeline.spans.starts[0] == 0.0
+    assert begun < start == capture.timeline.spans.starts[0] <= capture.timeline.start == 0.0
     assert end == max(capture.timeline.spans.ends[at] for at in capture.timeline.spans.of(0)) <= done
 
 
@@ -167,8 +167,8 @@ def test_work_beside_the_steps_is_in_the_row_of_the_host(tmp_path):
     with patch.object(handlers.Local, "beside", spans), Recorder(tmp_path, steps=[1]) as recorder:
         train(recorder, 2)
     capture = find(tmp_path).read(CaptureId("", "measured", 1))
-    _, (_, end, _), beside = capture.headers[0].host
-    assert beside == ("to process 3", 0.0, end)
+    (_, _, start), (_, end, _), beside = capture.headers[0].host
+    assert beside == ("to process 3", start, end)
 
 
 def test_curves_of_ones_own_and_of_tokens(tmp_path):
@@ -398,7 +398,7 @@ def test_a_rank_whose_peer_does_not_answer_records_alone_and_training_goes_on(fr
     assert capture.notices == ("the clocks of ranks 0, 1 were not compared: each begins at its own first start",)
     for rank in range(2):
         own = capture.columns[rank]
-        assert own.starts[0] == 0.0
+        assert next(capture.timeline.compute(rank)).start == 0.0
         assert set(own.waited[0].tolist()) <= {-1, rank}
 
 
