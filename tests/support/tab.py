@@ -196,6 +196,13 @@ class Tab:
         rows = self.js(f"[...{table}.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.innerText))")
         return [[re.sub(r"\s+", " ", cell).strip() for cell in row] for row in rows]
 
+    def unit(self, panel, head, at=0):
+        """The unit that the head of a column of a panel's table names."""
+        heads = f"[...document.querySelectorAll('#panel-{panel} table')[{at}].tHead.rows[0].cells]"
+        return self.js(f"head => {heads}.find(cell => cell.innerText.startsWith(head)).innerText", head).rpartition(
+            " "
+        )[2]
+
     def box(self, rank, row):
         """Left, right, top and bottom of an effect's box on the canvas."""
         return self.js(BOX, [rank, row])

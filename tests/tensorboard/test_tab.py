@@ -773,12 +773,13 @@ def test_a_range_is_measured(tab, logdir):
     tab.page.mouse.move(x + 300, y + 5, steps=4)
     tab.page.mouse.up()
     tab.page.keyboard.up("Shift")
-    rows = tab.table("range", 1)
+    rows, unit = tab.table("range", 1), tab.unit("range", "busy", 1)
     span = tab.js("[window.fpipe.app.sheet.range.from, window.fpipe.app.sheet.range.to]")
     for rank, row in enumerate(rows):
         busy = sum(max(0.0, min(s.end, span[1]) - max(s.start, span[0])) for s in timeline.compute(rank))
-        assert amount(row[1]) == pytest.approx(busy, rel=2e-3)
-        assert amount(row[1]) + amount(row[3]) == pytest.approx(span[1] - span[0], rel=2e-3)
+        computed, idle = (amount(f"{cell} {unit}") for cell in (row[1], row[3]))
+        assert computed == pytest.approx(busy, abs=5e-4 * (span[1] - span[0]))  # four digits of the range
+        assert computed + idle == pytest.approx(span[1] - span[0], rel=1e-3)
 
 
 def test_exports_are_files(tab, logdir, tmp_path):

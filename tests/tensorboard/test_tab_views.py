@@ -491,23 +491,24 @@ def test_statistics_of_a_range_and_of_a_search(tab):
     within = [span for span in spans if span.end >= low and span.start <= high]
     tab.js("([low, high]) => window.fpipe.app.sheet.measure(low, high)", [low, high])
     tab.js("window.fpipe.app.sheet.measured()")
-    assert_statistics(tab.table("range"), within)
+    assert_statistics(tab, within)
     tab.frame.fill("#search", "rank=1,3")
     tab.until("() => window.fpipe.app.finder.searched === 'rank=1,3'")
-    assert_statistics(tab.table("range"), [span for span in within if span.rank in (1, 3)])
+    assert_statistics(tab, [span for span in within if span.rank in (1, 3)])
     tab.press("Escape")
-    assert_statistics(tab.table("range"), [span for span in spans if span.rank in (1, 3)])
+    assert_statistics(tab, [span for span in spans if span.rank in (1, 3)])
     assert "that the search finds" in tab.text("#panel-range caption")
 
 
-def assert_statistics(rows, spans):
+def assert_statistics(tab, spans):
+    rows, unit = tab.table("range"), tab.unit("range", "sum")
     for kind, name in ((Forward, "forward"), (Backward, "backward")):
         took = sorted(span.end - span.start for span in spans if type(span.effect) is kind)
         (row,) = [row for row in rows if row[0] == name]
         high = took[math.ceil(0.95 * len(took)) - 1]
         assert int(row[1]) == len(took)
         assert [float(row[2]), float(row[3])] == pytest.approx([1e3 * statistics.mean(took), 1e3 * high], abs=0.006)
-        assert amount(row[4]) == pytest.approx(sum(took), rel=1e-3)
+        assert amount(f"{row[4]} {unit}") == pytest.approx(sum(took), rel=1e-3)
     assert sum(int(row[1]) for row in rows if row[0] != "host") == len(spans)
 
 
