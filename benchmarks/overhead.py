@@ -12,11 +12,16 @@
 - `packing`: eight tensors of a value in one message and in eight, there and back.
 - `observing`: steps of `benchmarks.peers` at width 256 without an observer, with a Recording, with a Recorder that
   captures no step, and one that captures each, in turn.
-- `flight`: steps at width 32 with the flight recorder and without, in turn.
+- `flight`: steps at width 32 with the flight recorder and without, in turn. Equal steps differ by some percent with the
+  order in which their handlers are made: in each round both are made anew, in both orders, and the ratio of a round is
+  the geometric mean of the two. `records` is how many the recorder writes in a step, and `share` is the time of these,
+  measured alone, over that of the step.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import statistics
 import tempfile
@@ -24,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,8 +43,10 @@ from fpipe import Pipeline, Placement, Plan, handlers, interop, lower, schedules
 from fpipe.autodiff.graph.block import Sink
 from fpipe.autodiff.interface import DifferentiablePipeline, Leaves, Prepared, WeightGradients, prepared
 from fpipe.devices.tape import Tape
-from fpipe.effects import Send
+from fpipe.effects import Forward, Send
 from fpipe.flight.format import FOLDER
+from fpipe.flight.reading import read_rank
+from fpipe.flight.recording import Recording
 from fpipe.handlers.distributed.signature import signature_of
 from fpipe.handlers.distributed.wire import SMALL, PayloadCodec
 from fpipe.handlers.gradients import copied
@@ -49,6 +57,7 @@ from fpipe.stages.microbatch import Microbatch
 from fpipe.stages.pytree import Flat, flatten
 from fpipe.stages.stage import Stage
 from fpipe.tensorboard import Recorder
+from fpipe.training.step import Step
 
 REPEATS, WIDTH = 15, 256
 BLOCK, NARROW = 10, 32
@@ -64,8 +73,8 @@ PLANS = {
 class Stub:
     """A stage that computes nothing and passes on one tensor."""
 
-    def __init__(self, stage: Stage, given: torch.Tensor) -> None:
-        self.stage, self.value, self.gradient = stage, flatten(given), [given]
+    def __init__(self, stage: Stage, value: torch.Tensor) -> None:
+        self.stage, self.value, self.gradient = stage, flatten(value), [value]
         self.prepared = prepared(stage, {})
 
     def prepare(self, params: Any) -> Prepared:
@@ -88,9 +97,9 @@ class Stub:
         return WeightGradients([])
 
 
-def stubs(stages: int, given: torch.Tensor) -> DifferentiablePipeline:
+def stubs(stages: int, value: torch.Tensor) -> DifferentiablePipeline:
     pipeline = Pipeline([lambda p, x: x] * stages)
-    return DifferentiablePipeline(pipeline, tuple(Stub(stage, given) for stage in pipeline.stages), loss=False)
+    return DifferentiablePipeline(pipeline, tuple(Stub(stage, value) for stage in pipeline.stages), loss=False)
 
 
 def median(function: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -181,19 +190,19 @@ def passing(rank: int, ranks: int) -> dict[str, Any]:
     """Return the cost of an effect over gloo, and of what a rank does between two of them."""
     plan = Plan(Placement.loop(ranks), 32)
     programs = lower(schedules.one_f_one_b, plan)
-    given = torch.zeros(8)
-    pieces, arguments = stubs(plan.stages, given), inputs(plan.stages_on(rank), plan.microbatches)
+    value = torch.zeros(8)
+    pieces, arguments = stubs(plan.stages, value), inputs(plan.stages_on(rank), plan.microbatches)
     run = handlers.Distributed().compile(programs, pieces, None)
     messages = sum(isinstance(e, Send) for p in programs.values() for e in p)
 
     def bare() -> None:
         for _ in range(messages // 2):
             if rank == 0:
-                dist.send(given, 1)
-                dist.recv(given, 1)
+                dist.send(value, 1)
+                dist.recv(value, 1)
             else:
-                dist.recv(given, 0)
-                dist.send(given, 0)
+                dist.recv(value, 0)
+                dist.send(value, 0)
 
     turns = [(median(lambda: run(arguments)), median(bare)) for _ in range(2)]
     ours, theirs = map(statistics.mean, zip(*turns, strict=True))
@@ -252,8 +261,9 @@ def observing(rank: int, ranks: int, name: str, rounds: int) -> list[dict[str, A
             what: fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, observe=each)
             for what, each in watched.items()
         }
-        found = compared(steps, arguments, rounds)
-    return [{"part": "observing", "schedule": name, "width": WIDTH, **row} for row in found]
+        ratios = relative_times(steps, arguments, rounds)
+    kept = {"part": "observing", "schedule": name, "width": WIDTH}
+    return [{**kept, "what": what, **quartiles(each)} for what, each in ratios.items()]
 
 
 def in_flight(rank: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
@@ -263,21 +273,48 @@ def in_flight(rank: int, ranks: int, rounds: int) -> list[dict[str, Any]]:
     pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
     plan = pipeline.plan(placement, models.MICROBATCHES)
     arguments = pipeline.params_on(params, plan, rank), batch, target
-    steps: dict[str, Callable[..., object]] = {}
+
+    logging.getLogger("fpipe.flight").setLevel(logging.ERROR)  # which warns where no file can be made
+
+    def made(folder: str) -> Step:
+        with mock.patch.dict(os.environ, {FOLDER: folder}):
+            step = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handlers.Distributed())
+            step(*arguments)  # makes the file
+        return step
+
+    def pair(ways: Mapping[str, str]) -> list[float]:
+        gc.collect()  # the handlers of the pair before
+        steps = {what: made(folder) for what, folder in ways.items()}
+        return relative_times(steps, arguments, 2, BLOCK)["recorded"]
+
     with tempfile.TemporaryDirectory() as folder:
-        for what, place in (("the flight recorder", folder), ("", "/dev/null/none")):  # where no file can be made
-            with mock.patch.dict(os.environ, {FOLDER: place}):
-                handler = handlers.Distributed()
-                steps[what] = fpipe.value_and_grad(pipeline, schedules.one_f_one_b, plan, handler=handler)
-                steps[what](*arguments)  # makes the files
-        found = compared(steps, arguments, rounds, BLOCK)
-    return [{"part": "flight", "schedule": "1f1b", "width": NARROW, **row} for row in found]
+        ways = {"recorded": folder, "": "/dev/null/none"}  # where no file can be made
+        orders = ways, dict(reversed(ways.items()))
+        ratios = [statistics.geometric_mean(chain(*map(pair, orders[:: 1 - 2 * (i % 2)]))) for i in range(rounds)]
+        step, record = made(folder), record_seconds(folder)
+        seconds, records = median(lambda: step(*arguments)), records_of(step)
+    row = {"part": "flight", "schedule": "1f1b", "width": NARROW, "what": "the flight recorder", **quartiles(ratios)}
+    return [{**row, "records": records, "record_us": 1e6 * record, "share": records * record / seconds}]
 
 
-def compared(
+def records_of(step: Step) -> int:
+    """Return how many records the flight recorder has written in the last step."""
+    assert step.handler.flight is not None
+    recording = read_rank(step.handler.flight)
+    assert recording is not None
+    return sum(each.step == recording.entries[-1].step for each in recording.entries)
+
+
+def record_seconds(folder: str) -> float:
+    """Return the seconds of one record."""
+    write = Recording(Path(folder, "alone"), {"process": 0}).writer("effect", str(Forward(0, 0)))
+    return median(lambda: [write() for _ in range(1000)]) / 1000
+
+
+def relative_times(
     steps: Mapping[str, Callable[..., object]], arguments: tuple[Any, ...], rounds: int, block: int = 1
-) -> list[dict[str, Any]]:
-    """Return the times of steps over those of the one called "": quartiles over rounds of blocks, in turn."""
+) -> dict[str, list[float]]:
+    """Return the times of steps over those of the one called "": of blocks in turn, after two uncounted rounds."""
     times: dict[str, list[float]] = defaultdict(list)
     for i in range(rounds + 2):
         for what in [*steps][i % len(steps) :] + [*steps][: i % len(steps)]:
@@ -287,12 +324,14 @@ def compared(
                 steps[what](*arguments)
             dist.barrier()
             times[what].append(time.perf_counter() - start)
-    alone, rows = times.pop(""), []
-    for what, each in times.items():
-        ratios = [a / b for a, b in zip(each, alone, strict=True)][2:]
-        low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-        rows.append({"what": what, "ratio": middle, "ratio_quartiles": [low, high], "rounds": rounds})
-    return rows
+    alone = times.pop("")
+    return {what: [a / b for a, b in zip(each, alone, strict=True)][2:] for what, each in times.items()}
+
+
+def quartiles(ratios: Sequence[float]) -> dict[str, Any]:
+    """Return the median and the quartiles of the rounds' ratios."""
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [*ratios] * 3
+    return {"ratio": middle, "ratio_quartiles": [low, high], "rounds": len(ratios)}
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -311,7 +350,7 @@ TEXTS = {
     "observing": "{schedule} at width {width}, {what}: {ratio:.4f} of a step without, "
     "quartiles {ratio_quartiles[0]:.4f} to {ratio_quartiles[1]:.4f}",
 }
-TEXTS["flight"] = TEXTS["observing"]
+TEXTS["flight"] = TEXTS["observing"] + "; {records} records of {record_us:.2f} µs are {share:.2%} of it"
 
 
 def measured(parts: Sequence[str], rounds: int, limit: float) -> Iterator[list[dict[str, Any]]]:
