@@ -239,7 +239,7 @@ def differing(rank):
 
 
 def read_in_a_thread(rank, ranks):
-    """A thread of rank 0 waits for the results of each step while the next one begins: differences, its errors."""
+    """A thread of rank 0 waits for each step's results while the next one begins: differences, errors, reads, calls."""
     lags = dict.fromkeys(range(4, 8), 0.05)
     plain, loop = (Loop(rank, ranks, "zb_h2", hurries, lags=lags, donate=hurries) for hurries in (False, True))
     reads, threads = [], []
@@ -261,4 +261,5 @@ def read_in_a_thread(rank, ranks):
     for thread in threads:
         thread.join(20)
     errors = [*loop.errors, *(str(each) for each in reads if isinstance(each, BaseException))]
-    return differences(dict(loop.params), plain.params), errors, len(reads)
+    calls = loop.step.handler._setup.ready().connections.activity.calls  # those that have begun, the same on each rank
+    return differences(dict(loop.params), plain.params), errors, len(reads), calls

@@ -116,8 +116,10 @@ def test_replicas(checks, sizes, scale, schedule, pools):
 
 
 def test_a_thread_may_wait_for_results_while_steps_run(pools):
-    for rank, (found, errors, reads) in enumerate(pools(3).run(jobs.read_in_a_thread, 3)):
-        assert (found, errors, reads) == ([], [], 0 if rank else len(jobs.SIZES))
+    found = pools(3).run(jobs.read_in_a_thread, 3)
+    for rank, (differing, errors, reads, _) in enumerate(found):
+        assert (differing, errors, reads) == ([], [], 0 if rank else len(jobs.SIZES))
+    assert len({calls for *_, calls in found}) == 1
 
 
 def _compare(pools, schedule, **options):
