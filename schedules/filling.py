@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from math import inf
-from random import Random
 from typing import NamedTuple
 
 from fpipe.costs import ROUNDING
@@ -22,7 +21,6 @@ from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work
 
 ROUNDED = 1 + ROUNDING
 BISECTIONS = 10
-MOVED = 100_000  # passes that are placed to find better words by moves
 
 
 class Filled(NamedTuple):
@@ -200,34 +198,3 @@ class Filling:
         filled: list[list[int]] = [[] for _ in words]
         cost = self.cost(sequence, target, [limit * high for limit in self.room.limits], filled)
         return Filled(cost, filled)
-
-
-def exchanged(filling: Filling, filled: Filled, bound: float) -> Filled:
-    """Return filled words with forwards and input gradients moved, wherever a random move costs no more.
-
-    Args:
-        bound: at which no move is tried any more.
-    """
-    rng, words = Random(0), [[at for at in word if at < filling.count] for word in filled.words]
-    size, placed, best, least = sum(map(len, words)), 0, filled, inf
-    budget = min(MOVED, 24 * size**2)  # few moves of short words
-    while placed < budget and best.cost > bound * ROUNDED:
-        rank = rng.randrange(len(words))
-        word = [*words[rank]]
-        a = rng.randrange(len(word))
-        b = min(len(word) - 1, a + rng.choice((1, 1, 2, 3)))
-        if word[a] == word[b]:
-            placed += 1
-            continue
-        a, b = (a, b) if rng.random() < 0.5 else (b, a)
-        word.insert(b, word.pop(a))
-        moved = [*words[:rank], word, *words[rank + 1 :]]
-        sequence = filling.sequence(moved)
-        placed += 3 * size
-        costs = [(filling.cost(sequence, t), t) for t in (bound, best.cost / ROUNDED)] if sequence else [(inf, 0.0)]
-        cost, target = min(costs)
-        if cost < inf and cost <= least * ROUNDED:
-            words, least = moved, min(cost, least)
-            if cost < best.cost / ROUNDED:
-                best = filling.fill(words, target)
-    return best

@@ -43,6 +43,7 @@ class _Rank:
     """One rank that follows its word.
 
     Args:
+        passes: of the work, by kind.
         left: the kinds that are left of the word, backwards.
         spare: for how much longer the rank may wait.
         adds_weights: whether the word has no weight gradients.
@@ -52,6 +53,7 @@ class _Rank:
         order: the kinds that have run.
     """
 
+    passes: list[int]
     left: list[int]
     spare: float
     adds_weights: bool
@@ -104,19 +106,20 @@ class Squeezing:
         Args:
             limit: of chunks in flight on a rank.
         """
+        play = _Play(limit, fill, self.microbatches, self.work.times, self.missing.copy(), [0.0] * len(self.missing))
         ranks = [
-            _Rank(list(reversed(word)), most - busy, all(kind <= IA for kind in word))
-            for word, busy in zip(words, self.busy, strict=True)
+            _Rank(numbers, list(reversed(word)), most - busy, all(kind <= IA for kind in word))
+            for numbers, word, busy in zip(self.passes, words, self.busy, strict=True)
         ]
         count, times, hops, sizes = self.microbatches, self.times, self.hops, self.work.sizes
-        missing, arrived, sent = self.missing.copy(), [0.0] * len(self.missing), [0.0] * self.edges
+        missing, arrived, sent = play.missing, play.arrived, [0.0] * self.edges
         agenda = [(0.0, rank) for rank in range(len(ranks))]
         while agenda:
             now, rank = heappop(agenda)
             own = ranks[rank]
             if now < own.free:
                 continue
-            numbers, kind, due = self.passes[rank], -1, inf
+            numbers, kind, due = own.passes, -1, inf
             if own.left:
                 kind = own.left[-1]
                 m = own.done[kind]
@@ -128,7 +131,7 @@ class Squeezing:
             if due <= now and (kind > FB or own.live < limit):
                 own.left.pop()
             else:
-                kind = self._instead(own, numbers, now, due, limit, fill, missing, arrived)
+                kind = play.instead(own, now, due)
             if kind < 0:
                 continue
             m, at = own.done[kind], numbers[kind]
@@ -162,20 +165,27 @@ class Squeezing:
         cost = max(own.free - own.began for own in ranks)
         return (cost, [own.order for own in ranks]) if cost <= most else (inf, [])
 
-    def _instead(
-        self,
-        own: _Rank,
-        numbers: list[int],
-        now: float,
-        due: float,
-        limit: float,
-        fill: Fill,
-        missing: list[int],
-        arrived: list[float],
-    ) -> int:
+
+@dataclass(slots=True)
+class _Play:
+    """What ranks choose from where their next pass can't run.
+
+    Args:
+        times: of passes.
+        missing, arrived: by slot, inputs that have not been sent, and when the last one that has been arrives.
+    """
+
+    limit: float
+    fill: Fill
+    microbatches: int
+    times: list[float]
+    missing: list[int]
+    arrived: list[float]
+
+    def instead(self, own: _Rank, now: float, due: float) -> int:
         """Return the kind of pass that runs while the next one can't, taken off the word or the late ones; or -1."""
-        if now < due and own.left and fill.reorder:
-            kind = self._early(own, numbers, now, due, limit, fill.patience, missing, arrived)
+        if now < due and own.left and self.fill.reorder:
+            kind = self._early(own, now, due)
             if kind >= 0:
                 at = len(own.left) - 1
                 while own.left[at] != kind:
@@ -184,29 +194,23 @@ class Squeezing:
         if own.taken == len(own.late):
             return -1
         kind = own.late[own.taken]
-        if now < due < now + fill.patience * self.work.times[numbers[kind]]:
+        if now < due < now + self._patience(own, kind):
             return -1
         own.taken += 1
         return kind
 
-    def _early(
-        self,
-        own: _Rank,
-        numbers: list[int],
-        now: float,
-        due: float,
-        limit: float,
-        patience: float,
-        missing: list[int],
-        arrived: list[float],
-    ) -> int:
+    def _patience(self, own: _Rank, kind: int) -> float:
+        """Return within which time the next pass is waited for, rather than to run one of this kind."""
+        return self.fill.patience * self.times[own.passes[kind]]
+
+    def _early(self, own: _Rank, now: float, due: float) -> int:
         """Return a later pass of the word that can run, if it takes no memory that the passes before it need; or -1."""
-        done, live, count = own.done, own.live, self.microbatches
+        done, limit = own.done, self.limit
         can = (done[WB] < done[IB]) << WB | (done[WA] < done[IA]) << WA
-        for kind in (FA, FB, IB, IA) if live < limit else (IB, IA):
+        for kind in (FA, FB, IB, IA) if own.live < limit else (IB, IA):
             m = done[kind]
-            slot = numbers[kind] * count + m
-            if m < count and not missing[slot] and arrived[slot] <= now:
+            slot = own.passes[kind] * self.microbatches + m
+            if m < self.microbatches and not self.missing[slot] and self.arrived[slot] <= now:
                 can |= 1 << kind
         if not can:
             return -1
@@ -215,7 +219,7 @@ class Squeezing:
             if not seen >> kind & 1:
                 seen |= 1 << kind
                 room = kind > FB or peak < limit
-                if can >> kind & 1 and room and due >= now + patience * self.work.times[numbers[kind]]:
+                if can >> kind & 1 and room and due >= now + self._patience(own, kind):
                     return kind
                 if seen == FOUR:
                     break

@@ -3,7 +3,8 @@
 Candidates are the named orders, and building blocks of several shapes and periods, which repeat. Ranks that wait run
 passes before their turn (`Squeezing`), and weight gradients fill what is left (`Filling`). All are tried on as many
 microbatches as show a warm-up, a steady phase and a cool-down, the best on all. Then shapes near the best ones are
-tried. Lower limits are searched too, unless their lower bound says that they are not faster.
+tried, and the best order is annealed; what it repeats is repeated for all microbatches. Lower limits are searched too,
+unless their lower bound says that they are not faster.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
+from fpipe.schedules.annealing import FEW, Player, annealed
 from fpipe.schedules.bounds import lower_bound
-from fpipe.schedules.filling import Filled, Filling, exchanged
+from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
+from fpipe.schedules.periods import periods, stretched
 from fpipe.schedules.requirements import a_v
-from fpipe.schedules.squeezing import Fill, Squeezing
+from fpipe.schedules.squeezing import KEEP, Fill, Squeezing
 from fpipe.schedules.v_blocks import IA, SHAPES, Shape, effects, fitted, passes, repeat, shortest_period
 from fpipe.schedules.v_orders import Order, named_orders
 from fpipe.schedules.work import Room, Words, Work
@@ -33,7 +36,9 @@ LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
 FINALISTS = 4
-SMALL = 600  # passes, up to which random moves are tried
+ROUNDS, PLAYED = 2, 800_000  # of annealing, at about half a microsecond for each pass that is played
+EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
+GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
 CLOSE = 1.05  # times the least cost, up to which a candidate is worth a second look
 
 
@@ -73,20 +78,37 @@ def ordered(schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Or
 
 
 def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:
-    """Return the fastest order that is found with so many chunks in flight on a rank, or with fewer."""
-    best, most = order_within(plan, costs, chunks), 2 * plan.ranks
+    """Return the fastest order that is found with so many chunks in flight on a rank, or with fewer.
+
+    Annealing takes most of the time, so limits under which other orders are much slower are left out.
+    """
+    best, most = _annealed_within(plan, costs, chunks), 2 * plan.ranks
     step = -(-most // LIMITS)
     for fewer in range((chunks - 1) // step * step, 1, -step) if chunks <= most else (most,):
         if lower_bound(plan, costs, fewer / 2) >= best.cost * (1 - ROUNDING):
             break
-        best = min(best, order_within(plan, costs, fewer), key=lambda filled: filled.cost)
+        if _searched(plan, costs, fewer).best.cost < best.cost * GAIN:
+            best = min(best, _annealed_within(plan, costs, fewer), key=lambda filled: filled.cost)
     return best
 
 
 @lru_cache(maxsize=64)
 def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
-    """Return the order that the search at this limit finds."""
-    return _Search(plan, costs, chunks).run()
+    """Return the order that the search at this limit finds, with few moves."""
+    return _searched(plan, costs, chunks).annealed(1, FEW)
+
+
+@lru_cache(maxsize=64)
+def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
+    """Return the order that many moves lead to."""
+    return _searched(plan, costs, chunks).annealed(ROUNDS, PLAYED)
+
+
+@lru_cache(maxsize=LIMITS)
+def _searched(plan: Plan, costs: Costs, chunks: int) -> _Search:
+    search = _Search(plan, costs, chunks)
+    search.run()
+    return search
 
 
 class _Search:
@@ -99,12 +121,8 @@ class _Search:
     """
 
     def __init__(self, plan: Plan, costs: Costs, chunks: int) -> None:
-        self.plan, self.chunks = plan, chunks
-        count = plan.microbatches if len({*costs.scale}) > 1 else min(plan.microbatches, 2 * plan.ranks + 4)
-        few = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
-        self.few = _Player(Work.of(replace(plan, microbatches=count), few), chunks)
-        self.all = _Player(Work.of(plan, costs), chunks)
-        self.bound = lower_bound(plan, costs, chunks / 2)
+        self.plan, self.costs, self.chunks = plan, costs, chunks
+        self.few, self.all = self._player(2 * plan.ranks + 4), self._player(plan.microbatches)
         patience = (0.0,) if self.all.work.even else (0.0, 1.0)
         self.fills = [Fill(reorder, part) for reorder in (True, False) for part in patience]
         self.shortest = shortest_period(plan.ranks, chunks)
@@ -112,16 +130,23 @@ class _Search:
         self.tried = set[tuple[str, int]]()
         self.least, self.best = inf, Filled(inf, [])
 
+    def _player(self, microbatches: int) -> _Player:
+        """Return the player of the first microbatches, if all take the same time; else of all."""
+        plan, costs = self.plan, self.costs
+        count = plan.microbatches if len({*costs.scale}) > 1 else min(plan.microbatches, microbatches)
+        costs = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
+        return _Player(replace(plan, microbatches=count), costs, self.chunks)
+
     @property
     def is_done(self) -> bool:
-        return self.best.cost <= self.bound * (1 + ROUNDING)
+        return self.best.cost <= self.all.bound * (1 + ROUNDING)
 
-    def run(self) -> Filled:
-        """Try named orders and blocks, then the best few on all microbatches, then random moves of passes."""
+    def run(self) -> None:
+        """Try named orders and blocks, then the best few on all microbatches."""
         self._try_named()
         for each in chain(self._blocks(), self._near()):
             if self.is_done:
-                return self.best
+                return
             slots = fitted(self.plan.ranks, each.shape, each.period, self.chunks)
             if slots is not None and (key := (repr(slots), each.period)) not in self.tried:
                 self.tried.add(key)
@@ -130,8 +155,7 @@ class _Search:
         for way in self._ranked():
             unlike.setdefault(round(way.cost, 9), way)
         for way in [*unlike.values()][:FINALISTS]:
-            self._finish(way.make, way.fill)
-        return self.best if self.all.count > SMALL else exchanged(self.all.filling, self.best, self.bound)
+            self._finish(way.make(self.plan.microbatches), way.fill)
 
     def _try_named(self) -> None:
         for order in named_orders(self.plan.ranks, self.chunks):
@@ -174,17 +198,38 @@ class _Search:
             self.ways.append(Way(cost, each, make, fill))
             if cost <= self.least * (1 + ROUNDING):
                 self.least = min(cost, self.least)
-                self._finish(make, fill)
+                self._finish(make(self.plan.microbatches), fill)
 
-    def _finish(self, make: Make, fill: Fill) -> None:
-        """Try a candidate on all microbatches."""
-        cost, order = self.all.squeeze(make(self.plan.microbatches), fill, inf)
-        self._improve(Filled(cost, self.all.passes(order)))
-        targets = [self.all.least, self.best.cost, inf]
-        costs = self.all.filled(order, targets)
-        if min(costs) < self.best.cost * (1 - ROUNDING):
-            words = self.all.passes(order, last=IA)
-            self._improve(self.all.filling.fill(words, targets[costs.index(min(costs))]))
+    def _finish(self, words: Words, fill: Fill) -> None:
+        """Try words for all microbatches."""
+        self._improve(self.all.fastest(words, fill, self.best.cost))
+
+    def annealed(self, rounds: int, played: int) -> Filled:
+        """Return the best order after moves of passes for few microbatches; what they repeat is repeated for all.
+
+        Args:
+            rounds, played: as of `annealed`.
+        """
+        best = self.best
+        for extra in EXTRA:
+            few = self._player(2 * self.plan.ranks + extra)
+            more = self.plan.microbatches - few.microbatches
+            if best.cost <= self.all.bound * (1 + ROUNDING):
+                break
+            if not more:
+                best = annealed(self.all.filling, best, self.all.bound, rounds, played)
+                continue
+            way = self._ranked()[0]
+            start = few.fastest(way.make(few.microbatches), way.fill, inf)
+            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played).words)
+            all_longer = (
+                stretched(words, period, more // period.microbatches)
+                for period in periods(words, few.starts(words))
+                if more % period.microbatches == 0
+            )
+            for longer in dict.fromkeys(all_longer):
+                best = min(best, self.all.fastest(longer, KEEP, best.cost), key=lambda filled: filled.cost)
+        return best
 
     def _improve(self, filled: Filled) -> None:
         if filled.cost < self.best.cost * (1 - ROUNDING):
@@ -195,15 +240,15 @@ class _Player:
     """What plays and fills words of one number of microbatches.
 
     Args:
+        bound: of their cost.
         least: the time of all passes of a rank.
-        count: of the passes.
     """
 
-    def __init__(self, work: Work, chunks: int) -> None:
-        plan = work.plan
+    def __init__(self, plan: Plan, costs: Costs, chunks: int) -> None:
+        work = Work.of(plan, costs)
         self.work, self.microbatches, self.chunks = work, plan.microbatches, chunks
         self.squeezing, self.filling = Squeezing(work), Filling(work, Room.counted(plan, [chunks / 2] * plan.ranks))
-        self.least, self.count = max(self.filling.busy), len(work.times) * plan.microbatches
+        self.bound, self.least = lower_bound(plan, costs, chunks / 2), max(self.filling.busy)
         self._passes = [passes(rank, plan) for rank in range(plan.ranks)]
 
     def squeeze(self, words: Words, fill: Fill, most: float) -> tuple[float, Words]:
@@ -219,6 +264,36 @@ class _Player:
         """Return the costs of words whose weight gradients are filled in anew, for each target."""
         sequence = self.filling.sequence(self.passes(words, last=IA))
         return [self.filling.cost(sequence, target) if sequence else inf for target in targets]
+
+    def fastest(self, words: Words, fill: Fill, most: float) -> Filled:
+        """Return the faster of words with the passes that fill their gaps, and of weight gradients filled in anew.
+
+        Args:
+            most: the cost from which on the latter are not filled in.
+        """
+        cost, order = self.squeeze(words, fill, inf)
+        if cost == inf:
+            return Filled(inf, [])
+        best = Filled(cost, self.passes(order))
+        targets = [self.least, min(cost, most), inf]
+        costs = self.filled(order, targets)
+        if min(costs) < targets[1] * (1 - ROUNDING):
+            return self.filling.fill(self.passes(order, last=IA), targets[costs.index(min(costs))])
+        return best
+
+    def kinds(self, words: Words) -> Words:
+        """Return words of passes as words of kinds, without weight gradients."""
+        return [
+            [numbers.index(at) for at in word if at < self.filling.count]
+            for numbers, word in zip(self._passes, words, strict=True)
+        ]
+
+    def starts(self, words: Words) -> list[list[float]]:
+        """Return when the passes of words start, by rank and place."""
+        player = Player(self.filling, self.bound)
+        rows = player.rows(self.passes(words))
+        played = player.play(rows)
+        return [[played.starts[slot] for slot in row] for row in rows] if played else [[] for _ in rows]
 
 
 def filled_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:

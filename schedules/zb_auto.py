@@ -10,8 +10,9 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
+from fpipe.schedules.annealing import annealed
 from fpipe.schedules.bounds import Chain, is_chain
-from fpipe.schedules.filling import Filled, Filling, exchanged
+from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
 from fpipe.schedules.table import from_table
 from fpipe.schedules.wave import near, wave
@@ -98,15 +99,17 @@ def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
         whole: by rank, how many microbatches may be in flight.
     """
     plan, filling = work.plan, Filling(work, room)
-    if not is_chain(plan):
-        least = max(filling.busy)
-        return exchanged(filling, _by_rules(filling, whole, least), least)
-    chain = Chain(work, room)
-    best, bound = wave(filling, chain), chain.bound()
-    if best.cost <= bound * near(plan):
-        return best
-    others = _by_rules(filling, whole, bound), *_by_formula(work, min(whole))
-    return exchanged(filling, min(best, *others, key=lambda filled: filled.cost), bound)
+    if is_chain(plan):
+        chain = Chain(work, room)
+        best, bound = wave(filling, chain), chain.bound()
+        if best.cost <= bound * near(plan):
+            return best
+        others = _by_rules(filling, whole, bound), *_by_formula(work, min(whole))
+        best = min(best, *others, key=lambda filled: filled.cost)
+    else:
+        bound = max(filling.busy)
+        best = _by_rules(filling, whole, bound)
+    return annealed(filling, best, bound)
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:

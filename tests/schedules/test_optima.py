@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import lower_bound, v_auto, zb_auto
+from fpipe.schedules.annealing import Player, annealed
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
 from fpipe.schedules.work import Room, Work
@@ -136,6 +137,52 @@ def test_fillings_count_as_the_simulator(problem, rule, limit, slack):
     filled = filling.fill(words, slack * max(filling.busy))
     assert [[at for at in word if at < filling.count] for word in filled.words] == words
     assert filled.cost == pytest.approx(follow(filled.words, work), rel=1e-12)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(), st.integers(1, 4), st.floats(0.9, 1.5), st.randoms(use_true_random=False))
+def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, slack, rng):
+    """Whatever moves, and whether ranks then wait for each other or for memory: as `Filling` counts it."""
+    plan, costs = problem
+    work = Work.of(plan, costs)
+    (ruled,) = greedy(work, [limit] * plan.ranks, RULES[:1])
+    filling = Filling(work, Room.counted(plan, [limit] * plan.ranks))
+    words, target = [[at for at in word if at < filling.count] for word in ruled.words], slack * max(filling.busy)
+    player = Player(filling, target)
+    rows = player.rows(words)
+    played = player.play(rows)
+    for _ in range(20):
+        rank = rng.randrange(plan.ranks)
+        word, place = [*words[rank]], rng.randrange(len(words[rank]))
+        other = min(len(word) - 1, place + rng.choice((1, 2, 3)))
+        slots = rows[rank][place + 1 : other + 1]
+        if not player.tied[rows[rank][place]].isdisjoint(slots):
+            continue
+        word.insert(other, word.pop(place))
+        moved = [*words[:rank], word, *words[rank + 1 :]]
+        sequence = filling.sequence(moved)
+        cost = filling.cost(sequence, target) if sequence else float("inf")
+        left, state = next((n, each) for n, each in reversed(played.states.items()) if each.at[rank] <= place)
+        states = {n: each for n, each in played.states.items() if n > left}
+        resumed = player.resume(player.rows(moved), left, state, -float("inf"), states)
+        assert (max(resumed.spans) if resumed else float("inf")) == cost
+        if resumed:
+            over = max(resumed.spans) - target
+            most = player.resume(player.rows(moved), left, state, -over * (1 - 1e-6) + 1e-6)
+            assert most is None or max(most.spans) == cost
+            words, rows, played = moved, player.rows(moved), resumed
+
+
+@pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86)])
+def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
+    work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
+    filling = Filling(work, Room.counted(work.plan, [limit] * 3))
+    (ruled,) = greedy(work, [limit] * 3, RULES[:1])
+    found = annealed(filling, ruled, max(filling.busy))
+    assert found == annealed(filling, ruled, max(filling.busy))
+    assert found.cost == pytest.approx(follow(found.words, work))
+    assert found.cost <= cost < ruled.cost
+    assert annealed(filling, ruled, ruled.cost) is ruled
 
 
 def test_words_that_wait_for_each_other_have_no_sequence():
