@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fpipe._format import PLAIN, Scale, extent, format_bytes, lighter, number, percent, sized
 from fpipe.cli.options import counts
+from fpipe.costs import ROUNDING
 from fpipe.effects import Backward, Effect, Forward, parts
 from fpipe.plan import Plan
 from fpipe.programs.footprint import RankBytes
@@ -170,7 +171,7 @@ def _left_out(timeline: Timeline, scale: float, columns: int) -> Iterator[Text]:
     if columns + 1 < timeline.makespan * scale:
         end = number(columns / scale)
         yield Text(f"This is until {end} of {number(timeline.makespan)}: --out FILE.svg draws all of it.", "bold")
-    if (shortest := _shortest(timeline)) * scale < 1 - 1e-9:
+    if (shortest := _shortest(timeline)) * scale < 1 - ROUNDING:
         enough = number(ceil(1000 / shortest) / 1000)
         yield Text(f"Some of what is shorter than a column is left out: --scale {enough} shows all.", "bold")
 
@@ -180,7 +181,7 @@ def _fitting(timeline: Timeline, room: int) -> float:
     shortest = _shortest(timeline)
     if shortest == inf:
         return room / (timeline.makespan or room)
-    return max(1, floor(room / timeline.makespan * shortest + 1e-9)) / shortest
+    return max(1, floor(room / timeline.makespan * shortest + ROUNDING)) / shortest
 
 
 def _shortest(timeline: Timeline) -> float:
@@ -265,7 +266,7 @@ def comparison(entrants: Sequence[tuple[str, Timeline, float]], refused: Mapping
     best = [min(column) for column in zip(*rows, strict=True)]
     for (name, timeline, _), row in zip(entrants, rows, strict=True):
         columns = zip((number, number, percent, number), row, best, strict=True)
-        marked = [_marked(form(figure), figure <= least * (1 + 1e-9)) for form, figure, least in columns]
+        marked = [_marked(form(figure), figure <= least * (1 + ROUNDING)) for form, figure, least in columns]
         means = (f"{mean:.3g}" for mean in _mean_causes(timeline, causes))
         result.add_row(Text(_in_lines(name)), str(counts(timeline.plan)["chunks"]), *marked, *means)
     note = Text(
@@ -289,7 +290,7 @@ def _mean_causes(timeline: Timeline, names: Iterable[str]) -> list[float]:
 
 def _cleared(time: float, whole: float) -> float:
     """Return the time, or 0 for a rounding error in the whole."""
-    return time if abs(time) > 1e-9 * whole else 0.0
+    return time if abs(time) > ROUNDING * whole else 0.0
 
 
 def _marked(figure: str, best: bool) -> Text:
@@ -376,7 +377,7 @@ _MAX_ROWS = 20  # of what would help
 def path(segments: Sequence[PathSegment], shares: Mapping[str, float], timeline: Timeline, scale: Scale) -> Text:
     """Return the critical path, rank after rank, and each kind's share of the makespan on it."""
     makespan = timeline.makespan
-    words = [_segment(segment, scale, timeline.table) for segment in segments if segment.time > 1e-9 * makespan]
+    words = [_segment(segment, scale, timeline.table) for segment in segments if segment.time > ROUNDING * makespan]
     if (more := len(words) - 2 * _MAX_SEGMENTS) > 0:
         words[_MAX_SEGMENTS:-_MAX_SEGMENTS] = [f"… {more} more …"]
     parts = ", ".join(f"{name} {percent(time / makespan)}" for name, time in shares.items() if time and makespan)

@@ -23,7 +23,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from fpipe._format import format_bytes, number, sized
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect, parts
 from fpipe.plan import Plan
 from fpipe.tables import LANES, Table
@@ -209,7 +209,7 @@ def _idle(ax: Axes, timeline: Drawable) -> None:
 
 def _instant(time: float, timeline: Drawable) -> float:
     """Round away the last digits of a time, so that simultaneous events are drawn at the same time."""
-    grain = timeline.makespan * 1e-9 or 1.0
+    grain = timeline.makespan * ROUNDING or 1.0
     return round(time / grain) * grain
 
 

@@ -14,7 +14,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from fpipe._format import counted, percent
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, Overlap, Recv, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
@@ -28,7 +28,6 @@ from fpipe.timelines.timeline import Timeline
 
 _MOST_EFFECTS = 20_000  # of a step whose other orders are tried
 _MOST_EDGES = 4096  # each with a time of its own
-_SAME = 1 + 1e-9
 _ALIKE = 1e-6  # relative difference of makespans that count as one
 _NEARLY = 0.95  # of the most that a longer warm-up wins
 _WAY_OUT = "in a program, fpipe.what_if(measurement, schedule=...) takes the schedule that ran"
@@ -182,7 +181,7 @@ class _Orders:
                 continue
             kinds = {type(span.effect) for rank in range(self.plan.ranks) for span in timeline.compute(rank)}
             same = any(abs(timeline.makespan / other - 1) < _ALIKE for other in makespans)
-            if same or max(timeline.peak_in_flight) > limit * _SAME or not self._measured(kinds):
+            if same or max(timeline.peak_in_flight) > limit * (1 + ROUNDING) or not self._measured(kinds):
                 continue
             makespans.add(timeline.makespan)
             assumes = "no more microbatches in flight"

@@ -7,6 +7,7 @@ from math import floor
 from typing import NamedTuple
 
 from fpipe._format import PLAIN, Scale, percent
+from fpipe.costs import ROUNDING
 from fpipe.effects import Effect, Name, Recv, Send
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan, Schedule
@@ -64,7 +65,7 @@ def figures(timeline: Timeline, scale: Scale = PLAIN) -> str:
     'period 24 over 10 steps, makespan 241, bubble 0.0% of the longest span of a rank, 240'
     """
     loop = f"period {scale.full(timeline.period)} over {timeline.steps} steps, " if timeline.steps > 1 else ""
-    within = timeline.makespan - timeline.cost > 1e-9 * timeline.makespan
+    within = timeline.makespan - timeline.cost > ROUNDING * timeline.makespan
     of = f" of the longest span of a rank, {scale.full(timeline.cost)}" if within else ""
     return f"{loop}makespan {scale.full(timeline.makespan)}, bubble {percent(timeline.bubble_rate)}{of}"
 
@@ -108,7 +109,7 @@ def lane(
 
 def _column(at: float) -> int:
     """Round to the nearest column; halves go up, also if rounding of floats left them just below a half."""
-    return floor(at + 0.5 + 1e-9 * max(1.0, at))
+    return floor(at + 0.5 + ROUNDING * max(1.0, at))
 
 
 def _label(effect: Effect, rank: int, timeline: Timeline, columns: int, letters: bool) -> str:
