@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from math import isclose
 
-from fpipe.cli.options import CostOptions
+from fpipe.cli.options import CostOptions, is_large
 from fpipe.cli.resolve import Memory
 from fpipe.costs import ROUNDING, Costs, Link
 from fpipe.plan import Plan
@@ -57,6 +57,8 @@ def _of_plan(plan: Plan) -> Iterator[str]:
         yield from ("--replicas", str(plan.replicas))
     if plan.trained is not None:
         yield from ("--trained", ",".join(map(str, sorted(plan.trained))) or "none")
+    if is_large(plan.stages * plan.slices * plan.microbatches):
+        yield "--any-size"
 
 
 def _of_costs(costs: Costs) -> Iterator[str]:

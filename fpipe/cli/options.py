@@ -247,10 +247,15 @@ LARGE = 2_000_000  # forwards
 SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forward takes with its backward, in CPython
 
 
+def is_large(forwards: int) -> bool:
+    """Whether a plan with so many forwards is refused without --any-size."""
+    return forwards > LARGE
+
+
 def check_size(stages: int, microbatches: int, any_size: bool, option: str = "--ranks", steps: int = 1) -> None:
     """Raise typer.BadParameter for a plan that would take very long, before anything of that size is made."""
     count = stages * microbatches * steps
-    if count > LARGE and not any_size:
+    if is_large(count) and not any_size:
         loop = f", {steps} steps" if steps > 1 else ""
         raise typer.BadParameter(
             f"{number(count)} forwards ({stages} stages, {microbatches} microbatches{loop}) take about "

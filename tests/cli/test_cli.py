@@ -1085,6 +1085,9 @@ def test_the_limit_of_sizes_is_lifted(monkeypatch):
     run(*listed, status=2)
     assert told(*listed, "--any-size")["ranks"] == 2
     assert told("compare", "gpipe", *SMALL, "--any-size")["schedules"][0]["ranks"] == 4
+    search = (*OF_LAYERS, "--microbatches", "6", "--any-size")
+    (line,) = (line for line in run(*search).stdout.splitlines() if line.startswith("The same step: "))
+    assert told(*shlex.split(line)[4:])["cost"] == told(*search)["cost"]
 
 
 def test_as_a_module():
