@@ -130,9 +130,11 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _is_number(value: Any, kind: type) -> bool:
     """Return whether a value is a number: an int, or of a library, such as a tensor without dimensions."""
+    if isinstance(value, bool | str | bytes):
+        return False
     if kind is float and isinstance(value, numbers.Real):
         return True
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__index__" if kind is int else "__float__"):
+    if not hasattr(value, "__index__" if kind is int else "__float__"):
         return False
     try:
         operator.index(value) if kind is int else float(value)

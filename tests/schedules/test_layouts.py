@@ -341,6 +341,11 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
     assert not any(isinstance(effect, Offload) for program in programs.values() for effect in program)
 
 
+def test_the_hosts_time_is_a_number():
+    with pytest.raises(TypeError, match="search: host must be float, not True"):
+        search(of_layers(4, 2, 2), layouts=True, host=True)
+
+
 @one_in(4)
 @pytest.mark.parametrize(
     ("options", "message"),
