@@ -9,7 +9,7 @@
   several blocks.
 - `timed4`, `timed8`: four and eight ranks whose pieces sleep for the costs of such layers, in milliseconds.
 - `profiled4`: four ranks whose pieces sleep for the profile of a model, in proportion, with its bytes:
-  `benchmarks/unlike_layers.json`.
+  `benchmarks/unlike_layers.json`. A loop of `train_step`, without barriers.
 - `simulated`: the models of `benchmarks.mixed_models` on eight ranks, with 32 microbatches.
 
 Five layouts take turns. `1f1b` and `interleaved` are what torch's and Megatron's guides recommend: stages of equal
@@ -22,8 +22,8 @@ that the larger of the first two takes, with a quarter more where they are measu
 A prediction is `simulate` with the costs of the layers, from `fpipe.profile` or the times that they sleep, with the
 host's time for a piece, from a step of stages that do nothing, and a measured link. Times are medians of rounds in
 which all layouts take turns; `over` is that of 1F1B over a layout's. `bound` is what no layout of the layers costs less
-than. A measured step goes from a barrier to a barrier, so that its prediction is the makespan; `simulated` has the
-cost, the time of a step in a loop without barriers.
+than. A measured step goes from a barrier to a barrier, so that its prediction is the makespan; that of `profiled4` is
+the period of a loop without barriers, and `simulated` has the cost, which is the least that a period can be.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks import mixed_models, models, timed
+from benchmarks import mixed_models, models, periods, timed
 from fpipe import Costs, Pipeline, Placement, Plan, handlers, interop, schedules
 from fpipe.errors import ScheduleError
 from fpipe.programs.footprint import footprint
@@ -66,8 +66,9 @@ MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "timed8": (0.5, *[3] * 12, 6, 3, 6, 3, 6, *[3] * 6, 16),
 }
 PROFILE = pathlib.Path(__file__).with_name("unlike_layers.json")
-WORK = 0.24  # seconds that all pieces of `profiled4` sleep for a microbatch
+WORK = 0.48  # seconds that all pieces of `profiled4` sleep for a microbatch
 SIDE = 32  # of an activation of timed stages
+LOOP = 4  # steps of a loop, of which the later half is timed
 IDLE = 32  # microbatches of stages that do nothing
 SEARCH = 600  # seconds that processes wait for the one that searches
 
@@ -285,14 +286,32 @@ def job(rank: int, ranks: int, table: str, rounds: int) -> Iterator[list[dict[st
         costs, link = known(table), fpipe.Link(link.latency)
     costs, host = replace(costs, communication=link, **layers.times), host_time(handler, ranks, link)
     chosen = layouts(of_layers(layers.count, ranks, microbatches), costs, ROOM.get(table, 1.25), host)
-    steps = {way: step(layers, found, options) for way, found in chosen.items()}
+    if table == "profiled4":
+        loops = {way: (loop(layers, found, options), periods.nothing) for way, found in chosen.items()}
+        times = periods.measure(loops, LOOP, rounds)
+    else:
+        times = measure({way: step(layers, found, options) for way, found in chosen.items()}, rounds)
+    yield [row(table, table, way, found, chosen, times, host) for way, found in chosen.items()]
+
+
+def measure(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each way's step in each round."""
     times = {way: list[float]() for way in steps}
     for run in steps.values():
         run()
     for _ in range(rounds):
         for way, run in steps.items():
             times[way].append(timed.milliseconds(run))
-    yield [row(table, table, way, found, chosen, times, host) for way, found in chosen.items()]
+    return times
+
+
+def loop(layers: Layers, found: Found, options: dict[str, Any]) -> periods.Loop:
+    """Return a training loop of a layout."""
+    pipeline, params = layers.pipeline(found.cuts)
+    optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
+    train = fpipe.train_step(pipeline, found.schedule, found.plan, optimizer, offload=found.offload, **options)
+    own = pipeline.params_on(params, found.plan, options["handler"].rank)
+    return periods.Loop(train, own, optimizer, *layers.data(found.plan.microbatches))
 
 
 def step(layers: Layers, found: Found, options: dict[str, Any]) -> Callable[[], object]:
@@ -313,6 +332,16 @@ def simulated(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         yield [row("simulated", name, way, found, chosen, {}) for way, found in chosen.items()]
 
 
+def prediction(table: str, found: Found) -> float:
+    """Return the time of a step as its table has it."""
+    if table == "simulated":
+        return found.timeline.cost
+    if table != "profiled4":
+        return found.timeline.makespan
+    updated = schedules.updating(found.schedule)
+    return fpipe.simulate(updated, found.plan, found.costs, offload=found.offload, steps=LOOP).period
+
+
 def row(
     table: str,
     model: str,
@@ -322,8 +351,7 @@ def row(
     times: dict[str, list[float]],
     host: float = 0.0,
 ) -> dict[str, Any]:
-    lines = {name: each.timeline for name, each in chosen.items()}
-    predicted = {name: 1e3 * (line.makespan if times else line.cost) for name, line in lines.items()}
+    predicted = {name: 1e3 * prediction(table, each) for name, each in chosen.items()}
     measured = {name: statistics.median(taken) for name, taken in times.items()}
     shown = measured or predicted
     return {

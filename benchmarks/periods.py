@@ -105,9 +105,9 @@ def job(
         schedule = schedule_of(name, plan, costs)
         train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
         own = pipeline.params_on(params, plan, rank)
-        each = {way: _Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
+        each = {way: Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
         extra = {way: max(handler.peers.gather(seconds(own, way), "costs")) for way in OPTIONS}
-        ways = {"barrier": (each["free"], dist.barrier)} | {way: (loop, _nothing) for way, loop in each.items()}
+        ways = {"barrier": (each["free"], dist.barrier)} | {way: (loop, nothing) for way, loop in each.items()}
         yield [row(kind, name, plan, costs, extra, schedule, measure(ways, steps, rounds), steps)]
 
 
@@ -133,7 +133,7 @@ def seconds(params: Any, way: str) -> float:
     return statistics.median(times)
 
 
-class _Loop:
+class Loop:
     """A training loop that goes on from call to call."""
 
     def __init__(self, step: Callable[..., Any], params: Any, optimizer: Any, *data: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ def measure(
     return times
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Let the next step begin."""
 
 

@@ -4,8 +4,8 @@ Every schedule in a fixed order starts on each of its placements with the layers
 time; one that orders for the costs, which takes longer, evenly in time and with few stages on a rank. From the best of
 these, layers move from stage to stage while that makes the simulated step faster, or needs less memory where it exceeds
 a limit; the most promising take most of the time. Where few cuts exist, all are tried, as long as that takes not too
-long. Schedules that order under limits then order on the best cuts. What is fast but needs too much memory has
-residuals moved to the host, or recomputed.
+long. Schedules that order under limits then order on the best cuts, and those that take any placement on some that
+have no name (`scattering`). What is fast but needs too much memory has residuals moved to the host, or recomputed.
 
 Invariants:
 - The result is never worse than any of those that it starts from.
@@ -30,6 +30,7 @@ from fpipe.programs.program import Programs
 from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.schedules.found import Found
 from fpipe.schedules.partitions import FEW, Partition
+from fpipe.schedules.scattering import scattered
 from fpipe.schedules.space import FEW_LIMITED, Cut, Space, limits_of_ranks
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
@@ -71,6 +72,7 @@ class Layouts:
         keys = [self._within, *([_fastest] if self.limit_bytes is not None else [])]
         for done, key in enumerate(keys):
             fixed += self._descended(self._seeds(fixed, key), key, self.left / (len(keys) + 1 - done))
+        ordered += self._scattered([*fixed, *ordered])
         ordered += self._reordered([*fixed, *ordered])
         ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
         results = [*fixed, *ordered]
@@ -205,6 +207,17 @@ class Layouts:
         if not by_costs:
             self.programs[key] = programs
         return schedule, programs
+
+    def _scattered(self, results: Sequence[Found]) -> list[Found]:
+        """Return the results of schedules that order under the limits, on placements that have no name."""
+        ordered = list[Found]()
+        least = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
+        for entry in self.space.entries:
+            if entry.limited and entry.placement == "any" and least > self.bound() * (1 + ROUNDING):
+                for partition in scattered(self.space, least, self.limit, self.limit_bytes, ON_CUTS):
+                    with suppress(ScheduleError):
+                        ordered += self.space.results(entry, partition, self.limit, self.limit_bytes)
+        return ordered
 
     def _reordered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on the best cuts of others."""

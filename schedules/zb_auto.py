@@ -14,6 +14,7 @@ from fpipe.schedules.annealing import annealed
 from fpipe.schedules.bounds import Chain, is_chain
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
+from fpipe.schedules.modulo import repeated
 from fpipe.schedules.table import from_table
 from fpipe.schedules.wave import near, wave
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
@@ -36,8 +37,8 @@ def zb_auto(
     stage on each rank, how far each rank runs ahead is searched, ZB-H1 and ZB-H2 included. At unit costs, c = 0 and
     p <= limit <= m the cost is 3m + max(0, 2p - 1 - limit).
 
-    It also takes several stages on a rank, on any placement without copies, where it tries rules of list scheduling;
-    `interleaved_zb` and `zb_v` are orders by formula.
+    It also takes several stages on a rank, on any placement without copies, where it tries rules of list scheduling,
+    and building blocks that repeat, found by software pipelining; `interleaved_zb` and `zb_v` are orders by formula.
 
     Args:
         costs: of stages and transfers; with factors by microbatch, for microbatches in that order.
@@ -109,6 +110,8 @@ def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
     else:
         bound = max(filling.busy)
         best = _by_rules(filling, whole, bound)
+        if best.cost > bound * (1 + ROUNDING):
+            best = min(best, repeated(filling), key=lambda filled: filled.cost)
     return annealed(filling, best, bound)
 
 
