@@ -69,7 +69,7 @@ def v_auto(
     memory_limit_bytes: float | None = None,
     resident: Residence | int | None = None,
 ) -> Schedule:
-    """Return the best order found on the V placement under a memory limit, of building blocks and named schedules, annealed.
+    """Return the best order found on the V placement under a memory limit, annealed from blocks and named ones.
 
     Up to eight ranks, and to ZB-V's memory of p microbatches, an order in more memory is never slower. Up to there all
     lower limits are searched too, which may take seconds.
