@@ -71,8 +71,8 @@ def v_auto(
 ) -> Schedule:
     """Return the best order found on the V placement under a memory limit, annealed from blocks and named ones.
 
-    Up to eight ranks, and to ZB-V's memory of p microbatches, an order in more memory is never slower. Up to there all
-    lower limits are searched too, which may take seconds.
+    Up to eight ranks, and to ZB-V's memory of p microbatches, all lower limits are searched too, whose orders may be as
+    fast: it may take seconds.
 
     Args:
         costs: of stages and transfers.
