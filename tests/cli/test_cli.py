@@ -899,6 +899,7 @@ def test_every_verb_keeps_to_a_limit(verb):
     assert "4 microbatches in flight, 1 more" in run(verb, "1f1b", *SMALL, "--memory-limit", "3", status=1).stderr
 
 
+@thorough
 def test_what_was_found_runs_like_any_other(tmp_path):
     out = tmp_path / "found.csv"
     found = told("search", *SMALL, "--memory-limit", "4", "--out", out)

@@ -59,6 +59,7 @@ def test_bits_are_those_of_the_parts_one_after_the_other(kind, schedule, policy,
         assert log.count("p") == eager.count("p")  # no policy repeats one
 
 
+@thorough
 @pytest.mark.parametrize("schedule", few(["dualpipe_v", "halves"], ["halves"]))
 def test_sums_travel_while_the_other_part_computes_in_one_order_on_all_processes(schedule, pools):
     first, second = pools(2).run(braid_jobs.bits_of_a_braid, "plain", schedule, "everything")

@@ -58,6 +58,7 @@ def test_with_other_cuts_the_loss_curve_is_the_same_within_rounding(tmp_path, at
     assert "; before: 4 processes" in last.text
 
 
+@thorough
 def test_fewer_hosts_go_on_from_their_memory_and_their_neighbours(pools, tmp_path, whole):
     """Each rank is a host, and the third one is lost: nothing was on disk, and no step is run again."""
     pools(3).run(elastic_jobs.on_hosts, str(tmp_path / "job"), 4)

@@ -238,6 +238,7 @@ def test_uneven_microbatches():
 # Devices, modes, and modules without memory
 
 
+@thorough
 def test_eval_mode_takes_the_same_params_and_state():
     case, pipeline, params, state = split_cases.split("unet", 4)
     evaluating = interop.eval_mode(pipeline)

@@ -103,6 +103,7 @@ def test_each_rank_reads_its_own_tensors_alone(gpt2, tmp_path, monkeypatch):
     assert {x.dtype for tree in single.values() for x in tree.values()} == {torch.float32}
 
 
+@thorough
 def test_a_base_models_files_do_for_a_model_with_a_head(gpt2, tmp_path):
     whole, pipeline, params, _ = gpt2
     whole.transformer.save_pretrained(tmp_path)

@@ -167,6 +167,7 @@ def test_of_equal_costs_the_lower_peak_wins_at_any_unit():
         assert best.timeline.cost == pytest.approx(36 * scale)
 
 
+@thorough
 def test_pareto_trades_time_for_memory():
     plan = Plan(Placement.loop(4), 12 if PAIRS else 6)
     front = pareto(plan, chunks=(1, 2))
