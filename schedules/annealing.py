@@ -245,7 +245,7 @@ def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 1, pl
     """
     rng, best = Random(0), filled
     for n in range(rounds):
-        if best.cost <= bound * ROUNDED:
+        if best.cost <= bound * ROUNDED or best.cost == inf:
             break
         player = Player(filling, bound + (best.cost - bound) * SHARES[n % len(SHARES)])
         rows = player.rows([at for at in word if at < filling.count] for word in best.words)

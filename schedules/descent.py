@@ -210,7 +210,9 @@ class Layouts:
 
     def _scattered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on placements that have no name."""
-        ordered = list[Found]()
+        ordered, plan = list[Found](), self.space.plan
+        if plan.ranks == 1 or plan.slices > 1:
+            return ordered
         least = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
         for entry in self.space.entries:
             if entry.limited and entry.placement == "any" and least > self.bound() * (1 + ROUNDING):

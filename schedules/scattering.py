@@ -5,7 +5,8 @@ cuts that give the ranks about equal times. The better half of them goes on with
 (successive halving). Then layers of the best ones move to other ranks.
 
 Invariants:
-- Ranks are numbered as they first appear, because they are alike: so no layout is tried twice.
+- Ranks are numbered as they first appear, and taken as alike: so no layout is tried twice. Where links differ by edge,
+  the same stages on other ranks are not tried.
 - The result depends on the arguments alone: what ends the search is a number of placed passes, not time.
 """
 
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from heapq import nsmallest
 from itertools import groupby
 from random import Random
 
 from fpipe.effects import Parameters
+from fpipe.errors import ScheduleError
 from fpipe.plan import Placement
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.grouping import Grouping
@@ -28,6 +31,7 @@ from fpipe.schedules.work import Room, Work
 
 PLACED = 12_000_000  # passes that a search places
 DRAWN, HALVED = 0.3, 0.6  # the parts of the search that draw and halve, as they end
+LEVELLED = 1 / 3  # passes that are placed while a layer of a draw with one stage is moved
 EFFORT = 120  # times the passes of a layout, when it is tried first
 BEST = 4  # layouts whose layers move
 
@@ -95,7 +99,9 @@ class _Scattering:
                 return
             self.left -= self.space.plan.microbatches * len(partition.layers)  # also for one that is refused
             if partition not in self.tried:
-                self.tried[partition] = blocks = self._blocks(partition)
+                self.tried[partition] = blocks = None
+                with suppress(ScheduleError):  # such as for costs without an edge between two of its ranks
+                    self.tried[partition] = blocks = self._blocks(partition)
                 if blocks:
                     self._effort(blocks, EFFORT)
 
@@ -107,11 +113,15 @@ class _Scattering:
     def _drawn(self) -> Iterator[Partition]:
         """Yield placements at random, with their ranks' times as equal as moving layers makes them."""
         rng, ranks, layers = self.rng, self.space.plan.ranks, self.space.plan.stages
-        while True:
+        while self.left > (1 - DRAWN) * self.most:
             placed = [
                 *range(ranks),
                 *rng.choices(range(ranks), k=rng.randint(0, min(FEW_LIMITED * ranks, layers) - ranks)),
             ]
+            if self.limit is not None and len({*Counter(placed).values()}) > 1:  # as in `_blocks`
+                self.left -= len(placed)
+                continue
+            self.left -= LEVELLED * len(placed) ** 3 * layers
             rng.shuffle(placed)
             yield of_ranks(_ranks(levelled(Placement(placed), self.space.times)))
 
