@@ -516,6 +516,8 @@ class _CompiledProgram:
             executor.set_rows(self.channels.handshake.rows, self.channels.handshake.here)
         if is_replicated and any(microbatch.scale is not None for microbatch in inputs.data):
             self.channels.agree()  # a refused step must not leave its weights to be received in the next one
+        if is_replicated and any(getattr(self.pieces.stages[stage], "peers", ()) for stage in executor.stages):
+            self.channels.agree()  # its forwards wait for other replicas, one of which may have refused the step
         executor.run(0, self.last_forward)
         if self.last_forward:
             self.channels.agree()
