@@ -231,11 +231,11 @@ def test_every_limit_has_the_best_known_order(p, times):
 
 
 @pytest.mark.timing
-def test_eight_ranks_take_no_more_than_ten_seconds():
+def test_eight_ranks_take_no_more_than_fifteen_seconds():
     plan, costs = v(8, 32), Costs(18.5, 18.1, 9.3, communication=0.6)
     began = time.process_time()
     v_auto(plan, costs, 8)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 15
 
 
 @thorough
