@@ -217,7 +217,9 @@ class _Search:
             if best.cost <= self.all.bound * (1 + ROUNDING):
                 break
             if not more:
-                best = annealed(self.all.filling, best, self.all.bound, rounds, played)
+                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played)
+                if best is before:  # again, it would come to the same
+                    break
                 continue
             way = self._ranked()[0]
             start = few.fastest(way.make(few.microbatches), way.fill, inf)
