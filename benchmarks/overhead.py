@@ -70,7 +70,7 @@ PLANS = {
 }
 
 
-class Stub:
+class Relay:
     """A stage that computes nothing and passes on one tensor."""
 
     def __init__(self, stage: Stage, value: torch.Tensor) -> None:
@@ -97,9 +97,9 @@ class Stub:
         return WeightGradients([])
 
 
-def stubs(stages: int, value: torch.Tensor) -> DifferentiablePipeline:
+def relays(stages: int, value: torch.Tensor) -> DifferentiablePipeline:
     pipeline = Pipeline([lambda p, x: x] * stages)
-    return DifferentiablePipeline(pipeline, tuple(Stub(stage, value) for stage in pipeline.stages), loss=False)
+    return DifferentiablePipeline(pipeline, tuple(Relay(stage, value) for stage in pipeline.stages), loss=False)
 
 
 def median(function: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -123,7 +123,7 @@ def in_process() -> Iterator[dict[str, Any]]:
     for name, (schedule, placement, microbatches) in PLANS.items():
         plan = Plan(placement, microbatches)
         programs = lower(schedule, plan)
-        pieces = stubs(plan.stages, torch.zeros(8))
+        pieces = relays(plan.stages, torch.zeros(8))
         run = handlers.Local().compile(programs, pieces, None)
         arguments = inputs(range(plan.stages), microbatches)
         calls: dict[str, Callable[[], object]] = {
@@ -191,7 +191,7 @@ def passing(rank: int, ranks: int) -> dict[str, Any]:
     plan = Plan(Placement.loop(ranks), 32)
     programs = lower(schedules.one_f_one_b, plan)
     value = torch.zeros(8)
-    pieces, arguments = stubs(plan.stages, value), inputs(plan.stages_on(rank), plan.microbatches)
+    pieces, arguments = relays(plan.stages, value), inputs(plan.stages_on(rank), plan.microbatches)
     run = handlers.Distributed().compile(programs, pieces, None)
     messages = sum(isinstance(e, Send) for p in programs.values() for e in p)
 
@@ -262,8 +262,8 @@ def observing(rank: int, ranks: int, name: str, rounds: int) -> list[dict[str, A
             for what, each in watched.items()
         }
         ratios = relative_times(steps, arguments, rounds)
-    kept = {"part": "observing", "schedule": name, "width": WIDTH}
-    return [{**kept, "what": what, **quartiles(each)} for what, each in ratios.items()]
+    setting = {"part": "observing", "schedule": name, "width": WIDTH}
+    return [{**setting, "what": what, **quartiles(each)} for what, each in ratios.items()]
 
 
 def in_flight(rank: int, ranks: int, rounds: int) -> list[dict[str, Any]]:

@@ -279,7 +279,7 @@ class Costs:
 
     @property
     def has_sizes_of_slices(self) -> bool:
-        """Whether the sizes are those of each slice, and the names in `shared` of their own slice."""
+        """Each slice has sizes of its own, and each name in `shared` is of one slice."""
         return isinstance(self.slice_scale, Mapping) and not SIZES.isdisjoint(self.slice_scale)
 
     def collective(self, effect: Any, table: Table = TABLE) -> float:

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class State(NamedTuple):
-    """Where the ranks are in their words: by rank, but for what is by edge or by slot.
+    """How far each rank has come in its word; lists by rank, but for those by edge or by slot.
 
     Args:
         turns: the ranks that may go on.

@@ -228,7 +228,7 @@ def _parts(cost: Sequence[float], stages: int, into: int) -> tuple[float, ...]:
 
 def _spread_tied(costs: Costs, stages: int, into: int) -> dict[str, Any]:
     """Return the tied parameters under another cut, and the sizes of which they are a part, where there are some."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for name in ("parameters", "gathered", "gradients") if costs.tied else ():
         if (size := getattr(costs, name)) is not None:
             others: list[float] = list(size) if isinstance(size, Sequence) else [size] * stages
@@ -237,13 +237,13 @@ def _spread_tied(costs: Costs, stages: int, into: int) -> dict[str, Any]:
                 own = min(costs.tied_bytes(name, each), others[each.stages[0]])
                 others[each.stages[0]] -= own
                 lowest[each.stages[0] * into // stages] += own
-            found[name] = [a + b for a, b in zip(lowest, _parts(others, stages, into), strict=True)]
+            sizes[name] = [a + b for a, b in zip(lowest, _parts(others, stages, into), strict=True)]
     users = [
         {first * into // stages, *(((s + 1) * into - 1) // stages for s in rest)}
         for first, *rest in (each.stages for each in costs.tied)
     ]
     tied = [each._replace(stages=tuple(sorted(of))) for each, of in zip(costs.tied, users, strict=True) if len(of) > 1]
-    return {"tied": tied, **found}
+    return {"tied": tied, **sizes}
 
 
 def _at_ends(size: PerStage, stages: int, into: int) -> PerStage:

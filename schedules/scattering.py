@@ -89,8 +89,8 @@ class _Scattering:
                 self._effort(each, EFFORT)
 
     def best(self, count: int) -> list[tuple[Partition, Blocks]]:
-        found = [(partition, blocks) for partition, blocks in self.tried.items() if blocks]
-        return nsmallest(count, found, key=lambda each: each[1].best.cost)
+        fit = [(partition, blocks) for partition, blocks in self.tried.items() if blocks]
+        return nsmallest(count, fit, key=lambda each: each[1].best.cost)
 
     def _grow(self, partitions: Iterator[Partition], until: float) -> None:
         """Try layouts that are new."""

@@ -168,7 +168,7 @@ class Squeezing:
 
 @dataclass(slots=True)
 class _Play:
-    """What ranks choose from where their next pass can't run.
+    """The state by which a rank chooses a later pass while its next one can't run yet.
 
     Args:
         times: of passes.

@@ -248,7 +248,7 @@ SECONDS, BYTES = 150e-6, 3000  # that lowering, verifying and simulating a forwa
 
 
 def is_large(forwards: int) -> bool:
-    """Whether a plan with so many forwards is refused without --any-size."""
+    """Return whether the command refuses a plan with so many forwards, unless --any-size is given."""
     return forwards > LARGE
 
 

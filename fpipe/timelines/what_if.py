@@ -165,12 +165,12 @@ def what_if(timeline: Timeline | Measurement, *, schedule: Schedule | str | None
     of_lengths = iter(makespans)
     won = [(each.other.won if each.other else replayed - next(of_lengths), each) for each in scenarios]
     notable = [(seconds, each) for seconds, each in won if seconds > _LEAST * line.makespan]
-    kept = _ranked(notable, replay.measured.own)
+    ranked = _ranked(notable, replay.measured.own)
     rows = [
         Row(each.what, seconds, line.makespan - seconds, each.assumes, each.headline, each.slower)
-        for seconds, each in kept
+        for seconds, each in ranked
     ]
-    return WhatIf(line, replayed, rows, notices, {each.what: _timeline(replay, each) for _, each in kept})
+    return WhatIf(line, replayed, rows, notices, {each.what: _timeline(replay, each) for _, each in ranked})
 
 
 def _timeline(replay: Replay, scenario: _Scenario) -> Callable[[], Timeline]:

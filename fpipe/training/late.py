@@ -18,10 +18,10 @@ from fpipe.training.loss_scale import LossScale, flatten_scale, unflatten_scale
 
 
 class Pending(Protocol):
-    """What decides on the results of a step."""
+    """A step whose results are not final yet."""
 
     def settle(self) -> None:
-        """Wait until they are final."""
+        """Wait until its results are final."""
 
 
 class Late(Mapping[int, Any]):

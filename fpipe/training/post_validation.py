@@ -47,7 +47,7 @@ def check_post_validation(handler: Handler, update: Callable[..., Any], *, captu
 
 
 class Verdict(NamedTuple):
-    """What is known of the gradients of a step, the same on all ranks.
+    """The norm of a step's gradients, and how its update takes them: the same on all ranks.
 
     Args:
         factor: with which they are multiplied; None where they are not clipped.
@@ -75,12 +75,12 @@ class Verdict(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether the step is not to be skipped."""
+        """The step updates params: it is not skipped, and raises no error."""
         return self.error is None and (self.finite is None or bool(self.finite))
 
     @property
     def is_plain(self) -> bool:
-        """Whether the gradients are taken as they are."""
+        """The update takes the gradients as they are, without clipping."""
         return self.counts and (self.factor is None or bool(self.factor == 1))
 
     def scaled(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
@@ -173,7 +173,7 @@ class Validation:
 
     @property
     def may_change(self) -> bool:
-        """Whether the next step, if this rank begins it now, may have to begin again, or to raise this one's error."""
+        """The next step, if this rank begins it now, may have to begin again, or to raise this one's error."""
         return self._pending is not None or self._error is not None
 
     def is_known_plain(self) -> bool:

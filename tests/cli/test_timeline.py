@@ -423,8 +423,8 @@ def test_a_difference_is_shown_side_by_side(runs):
 def test_single_effects_are_shown_that_differ_otherwise_than_their_group(runs):
     slow = Costs(0.002, 0.0015, 0.0005, communication=0.0002, scale=[1, 1, 1, 1, 3, 1])
     measure(runs / "slow", 3, costs=slow)
-    found = run("timeline", "--diff", runs / "slow", runs / "mine@50").stdout
-    lines = [" ".join(line.split()) for line in found.splitlines()]
+    difference = run("timeline", "--diff", runs / "slow", runs / "mine@50").stdout
+    lines = [" ".join(line.split()) for line in difference.splitlines()]
     assert "rank 0: F +1 ms x 6 forward +10 ms +5 ms" in lines
     single = lines[lines.index("rank stage effect took A B A - B began later by") + 1 :]
     assert {line.split()[2] for line in single if line[:1].isdigit()} == {"F4", "B4"}

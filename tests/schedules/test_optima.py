@@ -178,10 +178,10 @@ def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
     work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
     filling = Filling(work, Room.counted(work.plan, [limit] * 3))
     (ruled,) = greedy(work, [limit] * 3, RULES[:1])
-    found = annealed(filling, ruled, max(filling.busy))
-    assert found == annealed(filling, ruled, max(filling.busy))
-    assert found.cost == pytest.approx(follow(found.words, work))
-    assert found.cost <= cost < ruled.cost
+    moved = annealed(filling, ruled, max(filling.busy))
+    assert moved == annealed(filling, ruled, max(filling.busy))
+    assert moved.cost == pytest.approx(follow(moved.words, work))
+    assert moved.cost <= cost < ruled.cost
     assert annealed(filling, ruled, ruled.cost) is ruled
 
 
