@@ -12,7 +12,7 @@ from math import floor, inf
 from typing import Any
 
 from fpipe.costs import ROUNDING, Costs
-from fpipe.effects import BackwardInput, BackwardWeight, Forward
+from fpipe.effects import BackwardInput, BackwardWeight, Deferred, Forward, Residuals
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit
@@ -28,7 +28,7 @@ def lower_bound(
 
     Args:
         memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
-        memory_limit_bytes: bytes on a rank, of residuals and deferred values.
+        memory_limit_bytes: bytes on a rank, of residuals and deferred values. What slices share counts for none.
 
     - A rank runs all passes of its stages.
     - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
@@ -78,15 +78,35 @@ def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Pla
     if plan.slices == 1:
         return plan, costs, limit
     scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
-    factors = costs.slice_scale
-    shortest: Any
-    if isinstance(factors, Mapping):
-        shortest = {cost: [[min(costs.of_slices(cost, s))] for s in range(plan.stages)] for cost in factors}
-    else:
-        shortest = [min(factors)] if factors else ()
+    costs = replace(_of_least_slices(plan, costs), scale=scale, sizes=sizes)
     limit = None if limit is None else limit * plan.slices
-    plan = replace(plan, microbatches=plan.microbatches * plan.slices, slices=1)
-    return plan, replace(costs, scale=scale, sizes=sizes, slice_scale=shortest), limit
+    return replace(plan, microbatches=plan.microbatches * plan.slices, slices=1), costs, limit
+
+
+def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
+    """Return the costs without factors of slices: of each cost the least of a stage's slices.
+
+    Memory that slices share counts for none of them: it may be there for another one, and then counts once for both.
+    """
+    factors, stages, slices = costs.slice_scale, range(plan.stages), range(plan.slices)
+    if not isinstance(factors, Mapping):
+        return replace(costs, slice_scale=[min(factors)] if factors else ())
+    plain = replace(costs, scale=(), sizes=())
+    least: dict[str, Any] = {
+        cost: [min(plain.at(cost, Forward(s, 0, t)) for t in slices) for s in stages]
+        for cost in factors
+        if getattr(costs, cost) is not None
+    }
+    if costs.has_sizes_of_slices:
+        for cost, kind in (("residuals", Residuals), ("deferred", Deferred)):
+            least[cost] = [min(_alone(kind(s, 0, t), plain, plan.slices) for t in slices) for s in stages]
+    return replace(costs, slice_scale=(), shared=(), **least)
+
+
+def _alone(name: Residuals | Deferred, costs: Costs, slices: int) -> float:
+    """Return the bytes of what a slice keeps that no other slice of its stage keeps too."""
+    kept = {kind(name.stage, 0, t) for kind in (Residuals, Deferred) for t in range(slices) if t != name.slice}
+    return max(0.0, costs.bytes(name) - sum(x.bytes for x in costs.shared if name in x.names and kept & {*x.names}))
 
 
 def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:

@@ -6,7 +6,7 @@ import pytest
 
 from fpipe import Costs, Placement, Plan, ScheduleError, draw, schedules, simulate, verify
 from fpipe.costs import Shared
-from fpipe.effects import Carry, Residuals
+from fpipe.effects import Activation, Carry, Residuals
 from fpipe.schedules import gpipe, lower_bound, one_f_one_b, seq_1f1b, seq_zb
 from fpipe.schedules.cuts import of_slice
 from tests.support.combinations import combined, sample
@@ -111,6 +111,34 @@ def test_shared_memory_of_slices_with_sizes_of_their_own():
 def test_a_bound_holds_for_the_shortest_slices():
     plan, costs = Plan(Placement.loop(2), 4, slices=2), Costs(slice_scale={"forward": [[1, 2], [0.5, 1.5]]})
     assert lower_bound(plan, costs) <= simulate(seq_1f1b, plan, costs).cost
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "slices", "makespan"), [(4, 4, 2, 27), (4, 2, 4, 27), (8, 4, 4, 55)])
+def test_a_bound_counts_what_slices_share_for_none_of_them(ranks, microbatches, slices, makespan):
+    """Nearly all residuals of a microbatch are of all of its slices."""
+    plan = Plan(Placement.loop(ranks), microbatches, slices=slices)
+    shared = [Shared(9.9, tuple(Residuals(s, 0, t) for t in range(slices))) for s in range(ranks)]
+    costs = Costs(residuals=10, slice_scale={"residuals": [1] * slices}, shared=shared)
+    peak = max(verify(seq_zb, plan, costs=costs).peak_bytes)
+    assert simulate(seq_zb, plan, costs).makespan == makespan
+    assert lower_bound(plan, costs, memory_limit_bytes=peak) <= makespan
+
+
+def test_a_bound_counts_what_slices_keep_alone():
+    """A microbatch in 2 slices, each of 2 bytes, waits for memory that holds one of them."""
+    plan = Plan(Placement.loop(2), 4, slices=2)
+    shared = [Shared(1, (Activation(0, 0, 0), Residuals(1, 0, 0)))]
+    costs = Costs(residuals=2, slice_scale={"residuals": [1, 1.5]}, shared=shared)
+    whole = Costs(residuals=2)
+    for limit in (4, 8):
+        bounds = [lower_bound(plan, each, memory_limit_bytes=limit) for each in (costs, whole)]
+        assert bounds[0] == bounds[1]
+    assert lower_bound(plan, costs, memory_limit_bytes=2) > lower_bound(plan, costs)
+
+
+def test_a_bound_holds_where_one_stage_alone_has_factors():
+    plan, costs = Plan(Placement.loop(2), 4, slices=2), Costs(slice_scale={"forward": [[0.5, 1.5], []]})
+    assert 8 * 3 <= lower_bound(plan, costs) <= simulate(seq_1f1b, plan, costs).cost
 
 
 def test_a_search_takes_schedules_with_slices_where_the_plan_has_them():
