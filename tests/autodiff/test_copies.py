@@ -404,3 +404,47 @@ def test_a_layer_has_fewer_operations(monkeypatch):
     ours = count()
     monkeypatch.setattr(emitting, "with_fewer_copies", lambda block: block)
     assert (ours, count()) == ([25, 34, 22, 12], [40, 63, 47, 16])
+
+
+class Unlike:
+    """What is no constant: `==` raises, or is true of anything, as it is of some containers of tensors."""
+
+    def __init__(self, answer=None):
+        self.answer = answer
+
+    def __eq__(self, other):
+        return self.answer if self.answer is not None else bool(torch.ones(2))
+
+    __hash__ = None
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (1, True, False),
+        ((1,), (True,), False),
+        (0.0, -0.0, False),
+        ((0.5, -0.0), (0.5, 0.0), False),
+        (NAN, -NAN, True),
+        ((2, "a", None, torch.float32), (2, "a", None, torch.float32), True),
+        ((2,), (2, 2), False),
+        (torch.Size([2, 3]), torch.Size([2, 3]), True),
+        (torch.device("cpu"), torch.device("cpu"), True),
+        (torch.float32, torch.float64, False),
+        (torch.ones(2), torch.ones(2), False),
+        ((torch.ones(2),), (torch.ones(2),), False),
+        ((torch.ones(1),), (torch.ones(1),), False),
+        (Unlike(), Unlike(), False),
+        (Unlike(True), Unlike(True), False),
+    ],
+)
+def test_functions_are_the_same_with_equal_constants_alone(one, other, expected):
+    """Of what is no constant, the same object."""
+    functions = [written_out(lambda x: [x * 2.5], torch.ones(2)) for _ in range(3)]
+    for function, value in zip(functions, (one, other, one), strict=True):
+        function.__globals__["constant"] = value
+    assert emitting.are_same(functions[0], functions[1]) is expected
+    assert emitting.are_same(functions[0], functions[2])

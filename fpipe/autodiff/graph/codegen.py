@@ -92,9 +92,14 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    if value is other or isinstance(value, Tensor):
+    """Return whether two values are one, or equal constants. Of others, such as tensors, `==` may be no answer."""
+    if value is other or type(value) is not type(other):
         return value is other
-    return type(value) is type(other) and bool(value == other)
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_is_same, value, other))
+    if isinstance(value, float):
+        return bool(value.hex() == other.hex())  # 0.0 is not -0.0, and NaN is NaN
+    return isinstance(value, str | int | torch.dtype | torch.device) and bool(value == other)
 
 
 @dataclass
