@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from fpipe._format import extent, number
+from fpipe.costs import ROUNDING
 from fpipe.effects import Effect, Recv, parts
 from fpipe.tables import LANES, Row, Table
 from fpipe.timelines.labels import drawn_rows
@@ -19,7 +20,6 @@ from fpipe.timelines.timeline import Timeline
 
 Pair = tuple[float, float]
 TRANSFER, HOST, ELSEWHERE, UNMATCHED = "transfer", "host", "elsewhere", "unmatched"
-_EQUAL = 1e-9  # share of the longer makespan by which equal durations may differ
 _MAX_EFFECTS = 200  # in the JSON
 _MAX_GROUPS = 200  # likewise
 
@@ -162,7 +162,7 @@ class Difference:
         """
         usual = {(group.rank, group.kind): group.median for group in self.groups}
         off = {each.at: abs(each.longer - usual[each.rank[0], type(each.effect)]) for each in self.effects}
-        least = _EQUAL * max(self.makespan)
+        least = ROUNDING * max(self.makespan)
         return sorted((each for each in self.effects if off[each.at] > least), key=lambda each: -off[each.at])
 
     @cached_property

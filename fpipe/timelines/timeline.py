@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import Any
 
 from fpipe._format import extent, number
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect, Recv, parts
 from fpipe.plan import Plan
 from fpipe.programs.footprint import sums_at_ends
@@ -34,7 +34,6 @@ from fpipe.tables import BACKWARD, FORWARD, LANES, last_half
 from fpipe.timelines.spans import CAUSE_OF_LANE, CAUSES, Gap, Span, Spans
 
 _MAX_DRAWN = 5000  # compute effects in a notebook's drawing
-_ROUNDING = 1e-12  # share of the makespan: a shorter gap is a rounding error
 
 
 class Timeline:
@@ -216,7 +215,8 @@ class Timeline:
 
     @cached_property
     def _least(self) -> float:
-        return _ROUNDING * self.makespan
+        """The time up to which a gap is a rounding error."""
+        return ROUNDING * self.makespan
 
     def _waits(self, rank: int) -> Iterator[Gap]:
         """Yield the gaps of a rank, in which every wait for another rank's compute is a dependency."""

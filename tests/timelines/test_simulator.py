@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, simulate
-from fpipe.costs import Shared
+from fpipe.costs import ROUNDING, Shared
 from fpipe.effects import (
     Activation,
     Backward,
@@ -160,6 +160,17 @@ def test_rounding_errors_are_no_gaps():
     gaps = [gap for rank in range(8) for gap in timeline.gaps(rank)]
     assert min(gap.end - gap.start for gap in gaps) == pytest.approx(0.01)
     assert "host" not in timeline.cause_names
+
+
+def test_a_gap_is_a_rounding_error_by_the_rounding_of_all_sums():
+    """Rank 1 waits for a forward that takes longer than its own, by less or by more than sums of times may round."""
+
+    def shortest(longer):
+        timeline = simulate(gpipe, Plan(Placement.loop(2), 2), Costs(forward=[1 + longer, 1]))
+        return min(gap.end - gap.start for rank in range(2) for gap in timeline.gaps(rank))
+
+    assert shortest(ROUNDING) > 0.5
+    assert shortest(100 * ROUNDING) == pytest.approx(100 * ROUNDING, rel=1e-3)
 
 
 @given(planned())
