@@ -2,12 +2,15 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 import fpipe
 from fpipe import Output, Pipeline, Placement, Stage, handlers, interop
+from fpipe.errors.arguments import checked
 from tests.support import fuzzing, surface
 from tests.support.combinations import ALL
 
@@ -63,3 +66,21 @@ def two():
 def test_a_slip_is_told_by_its_name(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+@checked()
+def numbered(count: int = 0, limit: float = 0.0, limits: Sequence[float] = ()):
+    return count, limit, limits
+
+
+@pytest.mark.parametrize("value", [True, np.True_, np.array(True), torch.tensor(True)], ids=lambda x: type(x).__name__)
+def test_a_bool_is_no_number(value):
+    """A flag in the place of a number is a slip, whichever library it comes from."""
+    for name, argument in (("count", value), ("limit", value), ("limits", [value])):
+        with pytest.raises(TypeError, match=f"numbered: {name} must be "):
+            numbered(**{name: argument})
+
+
+@pytest.mark.parametrize("value", [2, np.int64(2), np.array(2), torch.tensor(2)], ids=lambda x: type(x).__name__)
+def test_a_number_of_any_library_is_one(value):
+    assert numbered(value, value, [value]) == (2, 2, [2])

@@ -130,7 +130,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _is_number(value: Any, kind: type) -> bool:
     """Return whether a value is a number: an int, or of a library, such as a tensor without dimensions."""
-    if isinstance(value, bool | str | bytes):
+    if isinstance(value, bool | str | bytes) or str(getattr(value, "dtype", "")) in _BOOLS:
         return False
     if kind is float and isinstance(value, numbers.Real):
         return True
@@ -153,6 +153,7 @@ class _Array(typing.Protocol):
 
 
 _SERIES = {collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable}
+_BOOLS = ("bool", "torch.bool")  # dtypes of arrays and tensors
 _SHOWN = 8  # elements of a sequence or a mapping that are checked
 
 
