@@ -400,6 +400,9 @@ class Measurement:
             means = times(kind)
             return [relative([medians(kind, s).get(t, means[s]) for t in slices], means[s]) for s in stages]
 
+        timed = dict(PIECES)
+        if any(times(Recompute)):
+            timed[Recompute] = "recompute"
         extra = sorted({kind for kind, _ in taken if kind not in TABLE.effects}, key=lambda kind: kind.__name__)
         return Costs(
             forward=times(Forward),
@@ -413,8 +416,8 @@ class Measurement:
             update=times(Update),
             offload=self._lane_times(Offload),
             fetch=self._lane_times(Fetch),
-            recompute=again if any(again := times(Recompute)) else None,
-            slice_scale={name: factors(kind) for kind, name in PIECES.items()} if len(slices) > 1 else (),
+            recompute=times(Recompute) if Recompute in timed else None,
+            slice_scale={name: factors(kind) for kind, name in timed.items()} if len(slices) > 1 else (),
             replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},
         )

@@ -1,15 +1,19 @@
 """Profiles of slices, and the memory that they predict."""
 
+import math
+from array import array
+from dataclasses import replace
 from itertools import product
 from statistics import median
 
 import pytest
 
 import fpipe
-from fpipe import Placement, handlers
-from fpipe.effects import Backward, Forward
+from fpipe import Placement, Plan, handlers
+from fpipe.effects import Backward, Forward, Recompute
 from fpipe.handlers.protocol import Observer
 from fpipe.tensorboard.recording.memory import SlotMemory
+from fpipe.timelines.measurement import Columns, Measurement
 from tests.support import cases, live_jobs
 from tests.support.combinations import few
 
@@ -82,6 +86,18 @@ def test_a_measurement_has_the_times_of_each_slice():
             assert costs.time(kind(s, 0, t)) == pytest.approx(median(of_slice))
         assert len(set(cost)) == 2
     assert costs.slice_scale["backward_input"] == ((1.0,) * 3,) * 2  # none ran
+
+
+def test_a_measurement_has_the_times_of_each_slice_that_runs_again():
+    plan = Plan(Placement.loop(1), 2, slices=2)
+    ((rank, program),) = fpipe.lower("gpipe", plan).items()
+    again = [Recompute(0, m, t) for m in range(2) for t in range(2)]
+    effects = (*program, *again)
+    took = [1 + 2 * effect.slice if effect in again else 1 for effect in effects]
+    starts, nan = array("d", range(0, 4 * len(effects), 4)), array("d", [math.nan]) * len(effects)
+    columns = Columns(starts, array("d", map(sum, zip(starts, took, strict=True))), nan, nan)
+    costs = Measurement({rank: replace(program, effects=effects)}, {rank: columns}).costs()
+    assert [costs.time(effect) for effect in again] == [1, 3, 1, 3]
 
 
 def test_costs_without_slices_have_none():
