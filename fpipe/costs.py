@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import inf, isfinite, nan
+from operator import mul
 from typing import Any, NamedTuple, SupportsFloat, cast
 
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Name, Parameters, parts
@@ -28,7 +29,8 @@ PIECES: Mapping[type, str] = {
     BackwardWeight: "backward_weight",
 }
 """The costs of what runs a stage."""
-OF_SLICES = {*PIECES.values(), "recompute", *SIZES - {"activation"}}
+COLLECTIVES_OF: Mapping[type, str] = {kind: f"collectives of {piece}" for kind, piece in PIECES.items()}
+OF_SLICES = {*PIECES.values(), *COLLECTIVES_OF.values(), "recompute", *SIZES - {"activation"}}
 """The costs that have factors of their own for each slice."""
 BY_DEFAULT = {
     "backward": ("backward_input", "backward_weight"),
@@ -164,7 +166,8 @@ class Costs:
             live until its end.
         slice_scale: one factor for each slice of a microbatch, for the times of its effects; by default 1. With causal
             attention a later slice takes longer. Or a mapping {name of a time, or of `residuals`, `deferred`, `carry`,
-            `carry_gradient`: one factor for each slice, or such a sequence for each stage}.
+            `carry_gradient`, or "collectives of forward" and so on: one factor for each slice, or such a sequence for
+            each stage}.
 
     Raises:
         ScheduleError: a number that is negative or not finite.
@@ -291,10 +294,10 @@ class Costs:
             return 0.0
         kind, rows = type(effect), table.effects
         halves = [half for half in self.collectives if rows[half].work and not rows[half].work & ~rows[kind].work]
-        times = sum(
-            _at(self.collectives[each], effect.stage) for each in ([kind] if kind in self.collectives else halves)
-        )
-        return min(times * self._factor("collectives", effect), self.time(effect, table))
+        kinds = [kind] if kind in self.collectives else halves
+        factors = (self._factor(COLLECTIVES_OF.get(each, "collectives"), effect) for each in kinds)
+        times = (_at(self.collectives[each], effect.stage) for each in kinds)
+        return min(float(sum(map(mul, times, factors))), self.time(effect, table))
 
     def replica_transfer(self, cost: str, stage: int) -> float:
         """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""

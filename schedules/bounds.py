@@ -95,7 +95,7 @@ def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
     least: dict[str, Any] = {
         cost: [min(plain.at(cost, Forward(s, 0, t)) for t in slices) for s in stages]
         for cost in factors
-        if getattr(costs, cost) is not None
+        if getattr(costs, cost, None) is not None  # collectives are parts of times
     }
     if costs.has_sizes_of_slices:
         for cost, kind in (("residuals", Residuals), ("deferred", Deferred)):

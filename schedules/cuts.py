@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
-from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, PerStage
+from fpipe.costs import (
+    COLLECTIVES_OF,
+    NOT_BY_STAGE,
+    OF_SLICES,
+    OVER_HOST_LINK,
+    OVER_REPLICAS,
+    UNSCALED,
+    Costs,
+    Link,
+    PerStage,
+    relative,
+)
 from fpipe.effects import BackwardInput, BackwardWeight
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
@@ -31,13 +42,16 @@ def recut(costs: Costs, stages: int, into: int) -> Costs:
     >>> recut(Costs(forward=[1, 2, 3, 6]), stages=4, into=2).forward
     (3.0, 9.0)
     """
+    if into == stages:
+        return costs
+    return over_slices([_recut(each, stages, into) for each in of_each_slice(costs)], costs)
+
+
+def _recut(costs: Costs, stages: int, into: int) -> Costs:
     spread: dict[str, Any] = {name: _spread(cost, stages, into) for name, cost in _spreadable(costs).items()}
-    if into != stages:
-        spread |= _spread_tied(costs, stages, into)
-        groups = [range(i * stages // into, -(-(i + 1) * stages // into)) for i in range(into)]
-        costs = replace(costs, shared=(), reads={}, slice_scale=factors_of_slices(costs, groups))
+    spread |= _spread_tied(costs, stages, into)
     spread["collectives"] = {kind: _spread(cost, stages, into) for kind, cost in costs.collectives.items()}
-    return replace(costs, activation=_at_ends(costs.activation, stages, into), **spread)
+    return replace(costs, activation=_at_ends(costs.activation, stages, into), shared=(), reads={}, **spread)
 
 
 def _spreadable(costs: Costs) -> dict[str, Any]:
@@ -93,26 +107,77 @@ def of_shares(costs: Costs, plan: Plan) -> Costs:
     return replace(costs, **spread)
 
 
-def factors_of_slices(costs: Costs, groups: Iterable[Sequence[int]]) -> Any:
-    """Return the factors of slices of stages that are made of others, as `Costs.slice_scale`.
+def of_each_slice(costs: Costs) -> list[Costs]:
+    """Return the costs of each slice by itself; the costs as they are where slices have no costs of their own.
+
+    >>> [each.forward for each in of_each_slice(Costs(forward=[1, 3], slice_scale={"forward": [[1, 1], [0.5, 1.5]]}))]
+    [(1.0, 1.5), (1.0, 4.5)]
+    """
+    by_cost: Any = costs.slice_scale if isinstance(costs.slice_scale, Mapping) else {}
+    rows = [row for factors in by_cost.values() for row in ([factors] if _are_of_all(factors) else factors)]
+
+    def at(cost: Any, name: str, t: int) -> Any:
+        factors: Any = by_cost.get(name, ())
+        if _are_of_all(factors):
+            return _times(cost, factors[t] if factors else 1.0)
+        listed = cost if isinstance(cost, Sequence) else [cost] * len(factors)
+        return tuple(
+            _times(each, of_stage[t] if of_stage else 1.0) for each, of_stage in zip(listed, factors, strict=True)
+        )
+
+    def alone(t: int) -> Costs:
+        spread = {name: at(cost, name, t) for name in by_cost if (cost := getattr(costs, name, None)) is not None}
+        waits = {kind: at(cost, COLLECTIVES_OF.get(kind, ""), t) for kind, cost in costs.collectives.items()}
+        return replace(costs, slice_scale=(), collectives=waits, **spread)
+
+    return [alone(t) for t in range(max(map(len, rows), default=0))] or [costs]
+
+
+def over_slices(each: Sequence[Costs], like: Costs) -> Costs:
+    """Return the costs of which `of_each_slice` returns these: means, with the factors of each slice.
 
     Args:
-        groups: of each stage, the numbers of those.
+        like: the costs whose names have factors, also where slices are equal.
 
     >>> costs = Costs(forward=[1, 3], slice_scale={"forward": [[1, 1], [0.5, 1.5]]})
-    >>> factors_of_slices(costs, [[0, 1]])
-    {'forward': [[0.625, 1.375]]}
+    >>> over_slices(of_each_slice(costs), costs) == costs
+    True
     """
-    if not isinstance(costs.slice_scale, Mapping):
-        return costs.slice_scale
+    first, scale, names = each[0], dict[str, Any](), {*cast(Any, like.slice_scale)}
+    if len(each) == 1:
+        return replace(first, slice_scale=like.slice_scale)
 
-    def mean(cost: str, group: Sequence[int]) -> list[float]:
-        each, rows = getattr(costs, cost), [costs.of_slices(cost, stage) for stage in group]
-        weights = [each[stage] for stage in group] if isinstance(each, Sequence) else []
-        return [fmean(factors, weights if any(weights) else None) for factors in zip(*rows, strict=True)]
+    def mean(name: str, costs: Sequence[Any]) -> Any:
+        if name not in names and len({*costs}) == 1:
+            return costs[0]
+        is_by_stage = isinstance(costs[0], Sequence)
+        rows = [*zip(*costs, strict=True)] if is_by_stage else [costs]
+        means = [*map(fmean, rows)]
+        factors = [*map(relative, rows, means)]
+        if name in OF_SLICES:
+            scale[name] = factors if is_by_stage else factors[0]
+        return means if is_by_stage else means[0]
 
-    groups = [*groups]
-    return {cost: [mean(cost, group) for group in groups] for cost in costs.slice_scale}
+    by_stage = [field.name for field in fields(first) if field.name not in NOT_BY_STAGE]
+    merged: dict[str, Any] = {
+        name: mean(name, [getattr(costs, name) for costs in each])
+        for name in by_stage
+        if isinstance(getattr(first, name), float | tuple)
+    }
+    waits = {
+        kind: mean(COLLECTIVES_OF.get(kind, ""), [costs.collectives[kind] for costs in each])
+        for kind in first.collectives
+    }
+    return replace(first, collectives=waits, slice_scale=scale, **merged)
+
+
+def _are_of_all(factors: Sequence[Any]) -> bool:
+    """Whether factors of slices are those of all stages."""
+    return not factors or not isinstance(factors[0], tuple)
+
+
+def _times(cost: Any, factor: float) -> Any:
+    return tuple(each * factor for each in cost) if isinstance(cost, Sequence) else cost * factor
 
 
 def of_slice(costs: Costs, slices: int) -> Costs:

@@ -13,7 +13,7 @@ from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, Pe
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Deferred, Forward, Gradient, Residuals
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
-from fpipe.schedules.cuts import existing, factors_of_slices
+from fpipe.schedules.cuts import existing, of_each_slice, over_slices
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
 SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED)
@@ -60,7 +60,20 @@ class Grouping:
         What layers of a stage have in common counts once. Input gradients that no other stage needs, such as those of a
         stage whose first layer has none, are steps on the way to weight gradients.
         """
-        layers = _plain(existing(costs, self.plan))
+        inner = self._inner(_plain(existing(costs, self.plan)))
+        slices = [
+            self._of_slice(_plain(existing(each, self.plan)), inner, placed, t if costs.has_sizes_of_slices else 0)
+            for t, each in enumerate(of_each_slice(costs))
+        ]
+        return replace(over_slices(slices, costs), scale=costs.scale, sizes=costs.sizes)
+
+    def _of_slice(self, layers: Costs, inner: Sequence[int], placed: Plan, shares_as: int) -> Costs:
+        """Return the costs of the stages for one slice.
+
+        Args:
+            layers: their costs without factors.
+            shares_as: the slice in whose names it shares memory.
+        """
         sums: dict[str, Any] = {
             name: self._sums(cost)
             for name in SUMMED
@@ -68,17 +81,13 @@ class Grouping:
         }
         sums["activation"] = self._outputs(layers)
         shared, twice = self._shared(layers)
-        slices = range(self.plan.slices if costs.has_sizes_of_slices else 1)
         for name, kind in (("activation", Activation), ("residuals", Residuals), ("deferred", Deferred)):
-            more = [fmean(twice[kind(stage, 0, t)] for t in slices) for stage in range(len(self.layers))]
+            more = [twice[kind(stage, 0, shares_as)] for stage in range(len(self.layers))]
             sums[name] = [*map(sub, sums[name], more)]
         collectives = {kind: self._sums(cost) for kind, cost in layers.collectives.items()}
         between: dict[str, Any] = {"reads": self._reads(layers), "shared": shared, "tied": self._tied(layers)}
         stages = replace(layers, **sums, **between, collectives=collectives)
-        stages = self._with_host(self._without_unused_inputs(layers, stages, placed))
-        groups = [[layer for layer, of in enumerate(self.stage_of) if of == s] for s in range(len(self.layers))]
-        factors = factors_of_slices(costs, groups)
-        return replace(stages, scale=costs.scale, sizes=costs.sizes, slice_scale=factors)
+        return self._with_host(self._without_unused_inputs(layers, inner, stages, placed))
 
     def _sums(self, cost: PerStage) -> list[float]:
         sums = [0.0] * len(self.layers)
@@ -138,7 +147,7 @@ class Grouping:
             return None if stage == consumer else replace(name, stage=stage, consumer=consumer)
         return replace(name, stage=of[name.stage]) if hasattr(name, "stage") else name
 
-    def _without_unused_inputs(self, layers: Costs, stages: Costs, placed: Plan) -> Costs:
+    def _without_unused_inputs(self, layers: Costs, inner: Sequence[int], stages: Costs, placed: Plan) -> Costs:
         """Return the costs with the input gradients that no other stage needs as a part of weight gradients.
 
         Those of a layer behind a root in its stage are steps on the way to the root's weight gradients. All that the
@@ -148,7 +157,6 @@ class Grouping:
         residuals, deferred = (
             [stages.bytes(kind(s, 0)) for s in range(placed.stages)] for kind in (Residuals, Deferred)
         )
-        inner = self._inner(layers)
         for layer in inner:
             s, own = self.stage_of[layer], layers.time(BackwardInput(layer, 0))
             inputs[s], weights[s] = max(0.0, inputs[s] - own), weights[s] + own

@@ -27,7 +27,7 @@ from fpipe.autodiff.graph.collectives import WATCH, NoWatch
 from fpipe.autodiff.interface import DifferentiablePipeline
 from fpipe.autodiff.options import Autodiff, Options, Policies
 from fpipe.autodiff.storages import leaves_of
-from fpipe.costs import OVER_REPLICAS, PIECES, Costs, Shared, Tied, relative
+from fpipe.costs import COLLECTIVES_OF, OVER_REPLICAS, PIECES, Costs, Shared, Tied, relative
 from fpipe.devices import device_of
 from fpipe.errors import ScheduleError, TransportError
 from fpipe.errors.arguments import check_optimizer, checked
@@ -509,6 +509,8 @@ class _Profiler(Observer):
         counts = {name: max(1, plan.slices - (name in CARRIED)) for name in each}  # the last slice passes nothing on
         means: Any = {name: [sum(x) / counts[name] for x in costs] for name, costs in each.items()}
         by_slice = {name: [*map(relative, costs, means[name])] for name, costs in each.items()}
+        if self.waits.groups:
+            by_slice |= {COLLECTIVES_OF[kind]: [*map(relative, x, map(fmean, x))] for kind, x in waits.items()}
         once: Any = {cost: [whole(cost, s) for s in stages] for cost in (*OVER_REPLICAS, "update")}
         return Costs(
             **means,

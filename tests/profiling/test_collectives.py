@@ -1,6 +1,7 @@
 """The costs of stages with collectives inside: the times that pieces wait for them, and the bytes of pieces."""
 
 import time
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,28 @@ def profiled(rank):
         return fpipe.profile(pipeline, params, x, y, microbatches=2, repeats=3, handler=handlers.Local())
 
     return costs(tp), costs(params)
+
+
+def profiled_in_slices(rank):
+    """The costs of two stages cut over two processes, of three slices."""
+    mesh = DeviceMesh.from_group(group_of(LateGroup, "late"), "cpu", mesh_dim_names=("late",))
+    pipeline = fpipe.Pipeline([of_tokens] * 2, loss=F.mse_loss)
+    params = {s: {"up": torch.randn(WIDTH, HIDDEN), "down": torch.randn(HIDDEN, WIDTH)} for s in range(2)}
+    x, y = torch.randn(2, ROWS, 3, WIDTH)
+    tp = interop.shard(params, mesh, {"up": [Shard(1)], "down": [Shard(0)]})
+    return fpipe.profile(pipeline, tp, x, y, slices=3, repeats=3, handler=handlers.Local())
+
+
+def of_tokens(params, x):
+    return layer(params, x.flatten(0, 1)).view(x.shape)
+
+
+def test_a_profile_has_the_times_of_collectives_of_each_slice(pools):
+    costs, _ = pools(2).run(profiled_in_slices)
+    for s, t in product(range(2), range(3)):
+        forward = effects.Forward(s, 0, t)
+        assert 0.9 * SUM <= costs.collective(forward) <= costs.time(forward)
+    assert {"collectives of forward", "collectives of backward"} <= {*costs.slice_scale}
 
 
 def test_a_profile_has_the_times_of_collectives_and_the_bytes_of_pieces(pools):

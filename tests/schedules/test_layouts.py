@@ -16,7 +16,7 @@ from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, 
 from fpipe.costs import Shared, Tied
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Offload, Residuals
 from fpipe.programs.footprint import footprint
-from fpipe.schedules import CATALOGUE, search
+from fpipe.schedules import CATALOGUE, lower_bound, search
 from fpipe.schedules.catalogue import shares
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.grouping import Grouping
@@ -424,3 +424,47 @@ def test_the_bound_counts_slices():
     found = search(replace(of_layers(4, 2, 4), slices=4), Costs(), layouts=True, names=["seq-1f1b"])
     assert found.lower_bound == 4 * 4 * 2 * 3
     assert found.timeline.cost >= found.lower_bound
+
+
+def grouped_in_slices(costs, layers=(2, 2), trained=None, host=0.0):
+    plan = replace(of_layers(4, 2, 4), slices=2, trained=trained)
+    grouping = Grouping(plan, layers, host)
+    placed = grouping.placed(Placement.loop(len(layers)))
+    grouped = grouping.costs(costs, placed)
+    grouped.check(placed)
+    return grouped
+
+
+def test_slices_of_a_stage_share_what_those_of_its_layers_share():
+    """The second slices of two layers have 8 bytes in common, the first ones none."""
+    shared = [Shared(8, (Residuals(0, 0, 1), Residuals(1, 0, 1)))]
+    for factors in ([1, 1], [[1, 1], [], [1, 1], []]):
+        costs = grouped_in_slices(Costs(residuals=10, slice_scale={"residuals": factors}, shared=shared))
+        assert [costs.bytes(Residuals(s, 0, t)) for s in (0, 1) for t in (0, 1)] == pytest.approx([20, 12, 20, 20])
+
+
+def test_slices_of_a_stage_take_the_time_of_those_of_its_layers():
+    """With the host's time, which no slice has more of; of frozen layers, none."""
+    slice_scale = {"forward": [[0.5, 1.5], [], [], []], "backward_weight": [[0.5, 1.5], [0.8, 1.2], [1, 1], [1, 1]]}
+    costs = Costs(forward=2, backward_input=1, backward_weight=5, slice_scale=slice_scale)
+    grouped = grouped_in_slices(costs, host=0.25)
+    assert [grouped.time(Forward(0, 0, t)) for t in (0, 1)] == pytest.approx([3.25, 5.25])
+    frozen = grouped_in_slices(replace(costs, backward_input=0), trained={1, 3})
+    assert [frozen.time(BackwardWeight(0, 0, t)) for t in (0, 1)] == pytest.approx([4, 6])
+
+
+def test_slices_of_a_cut_into_other_stages_take_the_time_of_their_parts():
+    """The first of two stages is the first of three and half of the second."""
+    costs = Costs(forward=[2, 4, 2], slice_scale={"forward": [[0.5, 1.5], [], [1, 1]]})
+    into = recut(costs, stages=3, into=2)
+    assert [into.time(Forward(s, 0, t)) for s in (0, 1) for t in (0, 1)] == pytest.approx([3, 5, 4, 4])
+
+
+def test_slices_have_collectives_of_their_own():
+    slice_scale = {"forward": [0.5, 1.5], "collectives of forward": [[0.8, 1.2], [], [1, 1], [1, 1]]}
+    costs = Costs(forward=4, collectives={Forward: 1}, slice_scale=slice_scale)
+    assert [costs.collective(Forward(s, 0, t)) for s in (0, 1) for t in (0, 1)] == pytest.approx([0.8, 1.2, 1, 1])
+    grouped = grouped_in_slices(costs)
+    assert [grouped.collective(Forward(0, 0, t)) for t in (0, 1)] == pytest.approx([1.8, 2.2])
+    assert lower_bound(replace(of_layers(4, 4, 4), slices=2), costs) >= 4 * (2 + 4)
+    assert Costs.from_json(costs.as_json()) == costs
