@@ -168,8 +168,7 @@ class Layouts:
 
     def _result(self, entry: CatalogueEntry, partition: Partition, like: Found, key: Key) -> Found | None:
         """Return the result of another cut, with as many whole stages; None if it is not better, or not taken."""
-        if self.space.progress:
-            self.space.progress(entry.name)
+        self.space.report(entry.name)
         cut = self.space.cut(entry, partition)
         try:
             schedule, programs = self._programs(entry, cut, like)
@@ -216,7 +215,8 @@ class Layouts:
         least = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
         for entry in self.space.entries:
             if entry.limited and entry.placement == "any" and least > self.bound() * (1 + ROUNDING):
-                for partition in scattered(self.space, least, self.limit, self.limit_bytes, ON_CUTS):
+                limits = self.limit, self.limit_bytes
+                for partition in scattered(self.space, entry.name, least, *limits, ON_CUTS):
                     with suppress(ScheduleError):
                         ordered += self.space.results(entry, partition, self.limit, self.limit_bytes)
         return ordered

@@ -19,9 +19,10 @@ from heapq import nsmallest
 from itertools import groupby
 from random import Random
 
-from fpipe.effects import Parameters
+from fpipe.costs import ROUNDING
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement
+from fpipe.programs.footprint import least_bytes
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.modulo import Blocks
@@ -36,15 +37,18 @@ EFFORT = 120  # times the passes of a layout, when it is tried first
 BEST = 4  # layouts whose layers move
 
 
-def scattered(space: Space, cost: float, limit: float | None, limit_bytes: float | None, count: int) -> list[Partition]:
+def scattered(
+    space: Space, name: str, cost: float, limit: float | None, limit_bytes: float | None, count: int
+) -> list[Partition]:
     """Return the layouts on which building blocks cost least, the best first.
 
     Args:
+        name: of the schedule that orders on them, for the progress.
         cost: of a known result: no layout whose busiest rank takes as long is tried.
         limit, limit_bytes: of memory, in microbatches in flight and in bytes on a rank.
         count: how many.
     """
-    search = _Scattering(space, cost, limit, limit_bytes)
+    search = _Scattering(space, name, cost, limit, limit_bytes)
     search.run()
     return [partition for partition, _ in search.best(count)]
 
@@ -68,9 +72,9 @@ class _Scattering:
         left: the passes that are to be placed.
     """
 
-    def __init__(self, space: Space, cost: float, limit: float | None, limit_bytes: float | None) -> None:
+    def __init__(self, space: Space, name: str, cost: float, limit: float | None, limit_bytes: float | None) -> None:
         plan = space.plan
-        self.space, self.cost, self.limit, self.limit_bytes = space, cost, limit, limit_bytes
+        self.space, self.name, self.cost, self.limit, self.limit_bytes = space, name, cost, limit, limit_bytes
         self.rng, self.tried = Random(0), dict[Partition, Blocks | None]()
         self.most = float(min(PLACED, 24 * (2 * plan.stages * plan.microbatches) ** 2))
         self.left = self.most
@@ -106,6 +110,7 @@ class _Scattering:
                     self._effort(blocks, EFFORT)
 
     def _effort(self, blocks: Blocks, effort: int) -> None:
+        self.space.report(self.name)
         before = blocks.placed
         blocks.run(before + effort * blocks.plan.stages * blocks.plan.microbatches)
         self.left -= blocks.placed - before
@@ -155,13 +160,12 @@ class _Scattering:
         costs = grouping.costs(space.costs, placed)
         room = Room.counted(placed, [self.limit or placed.microbatches] * placed.ranks)
         if self.limit_bytes is not None:
-            lasting = [0.0] * placed.ranks  # of parameters, their gradients and the optimizer's state
-            for stage, (rank,) in enumerate(placed.placement.holders):
-                size, sums = (costs.at(name, Parameters(stage)) for name in ("parameters", "gradients"))
-                lasting[rank] += size * (1 + costs.optimizer) + sums
-            room = Room.sized(placed, costs, [self.limit_bytes - each for each in lasting])
+            rooms = [self.limit_bytes - each for each in least_bytes(placed, costs)]
+            if min(rooms) < -ROUNDING * self.limit_bytes:
+                return None
+            room = Room.sized(placed, costs, rooms)
         blocks = Blocks(Filling(Work.of(placed, costs), room))
-        return blocks if blocks.least < self.cost and min(room.limits) > 0 else None
+        return blocks if blocks.least < self.cost else None
 
 
 def _ranks(partition: Partition) -> list[int]:

@@ -67,6 +67,11 @@ class Space:
         slices = sum(factors) if isinstance(factors, tuple) and factors else self.plan.slices
         return (sum(self.costs.scale) or self.plan.microbatches) * slices
 
+    def report(self, name: str) -> None:
+        """Report a candidate by the name of its schedule."""
+        if self.progress:
+            self.progress(name)
+
     @classmethod
     def of(
         cls,
@@ -131,8 +136,6 @@ class Space:
         count, refused = 0, list[ScheduleError]()
         for entry in self.entries:
             for place in self._places(entry) if entry.limited in limited else ():
-                if self.progress:
-                    self.progress(entry.name)
                 try:
                     results = self.results(entry, place, limit, limit_bytes)
                 except ScheduleError as error:
@@ -151,6 +154,7 @@ class Space:
         Raises:
             ScheduleError: it does not take the plan, or the limit.
         """
+        self.report(entry.name)
         plan, costs, layers = self.cut(entry, place)
         played = list(self._played(entry, plan, costs, limit, limit_bytes))
         bound = lower_bound(plan, costs, limit, memory_limit_bytes=limit_bytes)

@@ -19,7 +19,9 @@ temporaries inside a piece, buffers of communication, and the memory of the proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import sub
 from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes, sized
@@ -27,6 +29,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Parameters, Recv, Scatter, WeightGradient, parts
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked
+from fpipe.plan import Plan
 from fpipe.programs.interning import Interning
 from fpipe.programs.memory import live_bytes
 from fpipe.programs.program import Program, Programs, plan_of, table_of
@@ -67,43 +70,73 @@ def footprint(programs: Programs, costs: Costs) -> tuple[RankBytes, ...]:
 
 
 def _peak(program: Program, live: Sequence[float], costs: Costs) -> RankBytes:
-    parameters, optimizer, gradients = _lasting(program, costs)
+    parameters, optimizer, gradients = _accounts(program, costs)
     at = max(range(len(live)), key=lambda at: live[at] + gradients[at], default=0)
     return RankBytes(parameters, optimizer, gradients[at] if gradients else 0.0, live[at] if live else 0.0)
 
 
 def bytes_at_ends(program: Program, live: Iterable[float], costs: Costs) -> list[float]:
     """Return a rank's bytes of all kinds at the end of each effect, from those of its live values."""
-    parameters, optimizer, gradients = _lasting(program, costs)
+    parameters, optimizer, gradients = _accounts(program, costs)
     return [parameters + optimizer + sums + values for sums, values in zip(gradients, live, strict=True)]
 
 
 def sums_at_ends(program: Program, costs: Costs) -> list[float]:
     """Return the bytes of a rank's sums of weight gradients at the end of each effect."""
-    return _lasting(program, costs)[2]
+    return _accounts(program, costs)[2]
 
 
-def _lasting(program: Program, costs: Costs) -> tuple[float, float, list[float]]:
+def least_bytes(plan: Plan, costs: Costs) -> list[float]:
+    """Return by rank what every program that trains a plan needs, with parameters whole on each replica or sharded.
+
+    It is no more than the account of any of them: of live values it counts gathered parameters alone.
+    """
+    gathered = replace(plan, gathered=frozenset(range(plan.stages)))
+    ways = [plan, gathered] if plan.replicas > 1 else [plan]
+    return [min(_least(way, rank, costs) for way in ways) for rank in range(plan.ranks)]
+
+
+def _least(plan: Plan, rank: int, costs: Costs) -> float:
+    """Return the larger of a rank's bytes in the forward of a stage, and at the end of its last weight gradient.
+
+    A sharded stage is whole in the former; at the latter its sum is, and those of others may have been scattered.
+    """
+    stages = plan.stages_on(rank)
+    trained = [stage for stage in stages if plan.is_trained(stage)]
+    sums = [costs.at("gradients", Parameters(stage)) for stage in trained]
+    scattered = [_lasting(size, stage, plan, costs) for stage, size in zip(trained, sums, strict=True)]
+    at_end = sum(scattered) + min(map(sub, sums, scattered), default=0.0)
+    whole = max((costs.at("gathered", Parameters(stage)) for stage in stages if stage in plan.gathered), default=0.0)
+    return sum(_of_parameters(plan, rank, trained, costs)) + max(at_end, whole)
+
+
+def _accounts(program: Program, costs: Costs) -> tuple[float, float, list[float]]:
     """Return the bytes of a rank's parameters, of its optimizer's state, and of its sums at the end of each effect."""
-    plan = program.plan
-
-    def lasting(size: float, stage: int) -> float:
-        return size / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
-
-    gradients, total = dict[tuple[int, int], float](), list[float]()
+    plan, gradients, total = program.plan, dict[tuple[int, int], float](), list[float]()
     for change in _sums(program):
         if change is not None:
             stage, rank, is_scattered = change
             whole = _sum_bytes(program, stage, rank, costs)
-            gradients[stage, rank] = lasting(whole, stage) if is_scattered else whole
+            gradients[stage, rank] = _lasting(whole, stage, plan, costs) if is_scattered else whole
         total.append(sum(gradients.values()))
-    stages = plan.stages_on(program.rank)
     trained = {stage for stage, rank in gradients if rank == program.rank}
-    own = [(stage, lasting(costs.at("parameters", Parameters(stage)), stage)) for stage in stages]
-    own += [(stage, lasting(size, stage)) for stage, size in _copies(costs, stages)]
-    casts = [] if costs.gathered is None else [lasting(costs.at("gathered", Parameters(s)), s) for s in stages]
+    return *_of_parameters(plan, program.rank, trained, costs), total
+
+
+def _of_parameters(plan: Plan, rank: int, trained: Collection[int], costs: Costs) -> tuple[float, float]:
+    """Return the bytes of a rank's parameters, and of the optimizer's state of its trained stages."""
+    stages = plan.stages_on(rank)
+    own = [(stage, _lasting(costs.at("parameters", Parameters(stage)), stage, plan, costs)) for stage in stages]
+    own += [(stage, _lasting(size, stage, plan, costs)) for stage, size in _copies(costs, stages)]
+    casts = () if costs.gathered is None else stages
+    cast = sum(_lasting(costs.at("gathered", Parameters(stage)), stage, plan, costs) for stage in casts)
     optimizer = costs.optimizer * sum(size for stage, size in own if stage in trained)
-    return sum(size for _, size in own) + sum(casts), optimizer, total
+    return sum(size for _, size in own) + cast, optimizer
+
+
+def _lasting(size: float, stage: int, plan: Plan, costs: Costs) -> float:
+    """Return what a rank has all the time of so many bytes of a stage: all, or its shard."""
+    return size / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
 
 
 def _copies(costs: Costs, stages: Sequence[int]) -> Iterator[tuple[int, float]]:

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from functools import partial
 from math import nan
+from operator import le
 
 import pytest
 
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, schedules, simulate, verify
 from fpipe.costs import Tied
 from fpipe.effects import Parameters
-from fpipe.programs.footprint import footprint
+from fpipe.programs.footprint import footprint, least_bytes
 from fpipe.programs.lowering import forward_only
 from fpipe.schedules.cuts import recut
 from tests.support.catalogue import FUNCTIONS
@@ -128,6 +129,31 @@ def test_what_is_not_trained_has_neither_gradients_nor_state():
     plan = Plan(Placement.loop(2), 4)
     programs = forward_only(lower(schedules.gpipe, plan))
     assert [tuple(each) for each in footprint(programs, Costs(parameters=10))] == [(10, 0, 0, 0)] * 2
+
+
+LEAST = Costs(parameters=[96, 48, 24, 48], gradients=[96, 24, 48, 48], tied=[Tied(24, (0, 3))], residuals=8)
+
+
+@pytest.mark.parametrize(("placement", "trained"), [(Placement.loop(2, 2), None), (Placement.v(2), (1, 3))])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, None), (4, None), (4, 2)])
+@pytest.mark.parametrize("gathered", [None, 24])
+def test_the_least_bytes_are_at_most_those_of_any_program(placement, trained, replicas, shards, gathered):
+    plan = Plan(placement, 3, replicas=replicas, ties=((0, 3),), trained=trained)
+    costs = replace(LEAST, shards=shards, gathered=gathered)
+    residents = (None, 1, 2) if replicas > 1 else (None,)
+    for schedule in (schedules.gpipe, schedules.zb_auto(plan, costs)):
+        for resident in residents:
+            needed = totals(lower(schedule, plan, resident=resident), costs)
+            assert all(map(le, least_bytes(plan, costs), needed))
+
+
+def test_the_least_bytes_by_hand():
+    """Parameters, copies of tied ones, Adam's state and sums; of shards one stage is whole, or its sum."""
+    plan = Plan(Placement.loop(2, 2), 2, ties=((0, 3),))  # the sum of stage 3 has the tied part
+    assert least_bytes(plan, LEAST) == [3 * (96 + 24) + (96 + 48), 3 * (48 + 48 + 24) + (24 + 48 + 24)]
+    shards = [3 * (96 + 24) / 4 + 96, 3 * (48 + 48 + 24) / 4 + 48 + 24]
+    sums = [3 * (96 + 24) / 4 + 48 + 96 / 4, 3 * (48 + 48 + 24) / 4 + 24 + (48 + 24) / 4]
+    assert least_bytes(replace(plan, replicas=4), LEAST) == [*map(max, shards, sums)]
 
 
 def test_a_limit_refuses_with_the_account():

@@ -1,12 +1,15 @@
 """Placements that have no name, and building blocks on them: right programs, within limits, always the same."""
 
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Costs, Placement, Plan, simulate, verify
+from fpipe.costs import Tied
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.modulo import Blocks, repeated
 from fpipe.schedules.partitions import Partition
@@ -66,10 +69,43 @@ def test_layouts_that_are_tried_have_all_layers_and_all_ranks_and_are_always_the
     times = [1.0, 2, 1, 3, 1, 2, 6]
     plan = Plan(Placement([0, 0, 0, 1, 1, 2, 2]), 6)
     space = Space.of(plan, Costs(times, times, times), None, (1, 2), layouts=True)
-    layouts, again = (scattered(space, 200.0, None, None, 5) for _ in range(2))
+    layouts, again = (scattered(space, "zb-auto", 200.0, None, None, 5) for _ in range(2))
     assert layouts == again
     assert layouts
     for placement, layers in layouts:
         assert sum(layers) == 7
         assert {rank for ranks in placement.holders for rank in ranks} == {0, 1, 2}
         assert all(a != b for a, b in pairwise(placement.holders))
+
+
+def layouts(plan, costs, limit_bytes, progress=None):
+    space = Space.of(plan, costs, None, (1, 2), layouts=True, progress=progress)
+    return scattered(space, "zb-auto", inf, None, limit_bytes, 5)
+
+
+SIZED = Costs(residuals=1, parameters=12, optimizer=2)
+
+
+def test_layouts_fit_the_memory_with_shards_where_whole_parameters_do_not():
+    """Three layers on a rank take 144 bytes. In shards they take 27, and the whole sums of their stages."""
+    plan = Plan(Placement([0, 0, 0, 1, 1, 1]), 4)
+    assert not layouts(plan, SIZED, 120)
+    assert layouts(replace(plan, replicas=4), SIZED, 120)
+    assert not layouts(replace(plan, replicas=4), SIZED, 30)
+
+
+def test_layouts_fit_the_memory_with_copies_of_tied_parameters():
+    """The rank of layer 3 has a copy of layer 0's, if they are apart."""
+    plan = Plan(Placement([0, 0, 1, 1]), 4, ties=((0, 3),))
+    costs = replace(SIZED, tied=[Tied(12, (0, 3))])
+    for sizes, are_apart in (SIZED, True), (costs, False):
+        ends = [(placement.holders[0], placement.holders[-1]) for placement, _ in layouts(plan, sizes, 110)]
+        assert ends
+        assert any(first != last for first, last in ends) == are_apart
+
+
+def test_the_search_of_placements_reports_each_that_it_tries():
+    names = []
+    assert layouts(Plan(Placement([0, 0, 1, 1]), 4), SIZED, 200, names.append)
+    assert len(names) > 5
+    assert {*names} == {"zb-auto"}
