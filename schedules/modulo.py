@@ -17,6 +17,7 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from fpipe.costs import ROUNDING
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.work import Words, Work
 
@@ -124,15 +125,20 @@ class Blocks:
 
 
 def _free(begin: float, time: float, period: float, busy: Sequence[tuple[float, float]]) -> float | None:
-    """Return the first start from a time on at which a rank is free modulo the period; None if there is none."""
-    start, skipped = begin, 0
+    """Return the first start from a time on at which a rank is free modulo the period; None if there is none.
+
+    Passes that overlap by no more than times round follow one another.
+    """
+    start, skipped, least = begin, 0, ROUNDING * period
     while skipped <= len(busy):
         for first, length in busy if time else ():
-            after, before = (start - first) % period, (first - start) % period
-            if after < length:  # it would start within the other pass
+            after = (start - first) % period
+            if period - after <= least:  # it starts where the other one does
+                after = 0.0
+            if length - after > least:  # it would start within the other pass
                 start += length - after
-            elif before < time:  # the other one would start within it
-                start += before + length
+            elif after + time - period > least:  # the other one would start within it
+                start += period - after + length
             else:
                 continue
             skipped += 1

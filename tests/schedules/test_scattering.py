@@ -41,6 +41,15 @@ def test_a_block_repeats_without_overlaps_and_its_ranks_never_wait_for_each_othe
     assert blocks.least <= filled.cost <= 1.1 * blocks.least
 
 
+@given(st.lists(st.floats(0.01, 1), min_size=2, max_size=8))
+def test_passes_that_fill_a_period_fit_it_however_their_times_round(times):
+    """On one rank passes follow one another; without weight gradients they take as long as the period."""
+    plan = Plan(Placement([0] * len(times)), 4)
+    blocks = Blocks(filling(plan, Costs(times, times[::-1], 0)))
+    blocks.run(0)
+    assert blocks.best.cost == pytest.approx(blocks.least)
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_blocks_keep_to_the_memory(data):
