@@ -144,6 +144,7 @@ OPTIMA = {  # (ranks, microbatches, chunks): cost at unit costs, proved by a con
     (2, 6, 2): 49,
     (2, 6, 3): 39,
     (2, 6, 4): 36,
+    (3, 6, 3): 52,
     (3, 9, 2): 93,
     (3, 9, 6): 54,
     (4, 12, 2): 149,
