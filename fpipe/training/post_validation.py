@@ -156,7 +156,7 @@ class Validation:
         if (pending := self._pending) is None:
             return
         wait, decide = pending
-        with self._modes.again():  # and not the lock: the thread of the steps is not to wait for another one's wait
+        with self._modes.of_thread():  # and not the lock: the thread of the steps is not to wait for another one's wait
             verdict = wait()
         with self._lock:
             if self._pending is None:
@@ -227,17 +227,26 @@ class Modes(NamedTuple):
         return cls(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled())
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        if self == Modes.current() and not torch.is_inference_mode_enabled():
+    def of_thread(self) -> Iterator[None]:
+        """Take those that this thread alone sees, which may be held while it waits."""
+        if self[1:] == Modes.current()[1:] and not torch.is_inference_mode_enabled():
             yield  # a context of a device would slow down each call
             return
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(self.grad), torch.device(self.device):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.grad), torch.device(self.device):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Take all of them, to compute: all threads see the dtype, which is set only where it is another one."""
+        with self.of_thread():
+            if (before := torch.get_default_dtype()) == self.dtype:
                 yield
-        finally:
-            torch.set_default_dtype(before)
+                return
+            torch.set_default_dtype(self.dtype)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
 
 
 def snapshot(option: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, interop, schedules
-from fpipe.training.late import Late, LateNumber, LateScale
+from fpipe.training.late import Late, LateNumber, LateScale, final
+from fpipe.training.post_validation import Validation, Verdict
 from tests.support import fault_jobs
 from tests.support import post_validation_jobs as jobs
 from tests.support.combinations import combined, one_in, sample
@@ -258,3 +260,61 @@ def test_a_late_number_is_never_taken_for_another_one(use):
 def test_options_that_do_not_go_together(options, says):
     with pytest.raises(ValueError, match=f"post_validate=True does not go with .*{re.escape(says)}"):
         local(**options)
+
+
+def _validation(update, wait):
+    """A step whose update is made once its verdict is known."""
+    return Validation(update, {}, ({0: torch.zeros(())}, {}, {}), None, wait, is_early=False, donates=False)
+
+
+def _plain():
+    return Verdict(torch.ones(()), None, None)
+
+
+def test_while_a_thread_waits_others_see_their_default_dtype():
+    seen = []
+
+    def wait():
+        seen.append(torch.get_default_dtype())
+        return _plain()
+
+    def update(gradients, old):
+        seen.append(torch.get_default_dtype())
+        return old
+
+    validation = _validation(update, wait)
+    torch.set_default_dtype(torch.float64)
+    try:
+        validation.settle()
+        assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == [torch.float64, torch.float32]
+
+
+def test_an_update_that_raises_in_a_thread_that_reads_raises_in_the_next_step_too():
+    """It is made again from the same values; the error of the step that it belongs to is the update's own."""
+    calls = []
+
+    def update(gradients, old):
+        calls.append(old[0][0].item())
+        raise ValueError(f"update {len(calls)} of step 7 has no memory")
+
+    validation = _validation(update, _plain)
+    late = validation.late[0]
+    errors = []
+
+    def read():
+        try:
+            final(late)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(20)
+    assert errors == ["update 1 of step 7 has no memory"]
+    assert validation.may_change
+    with pytest.raises(ValueError, match="update 2 of step 7 has no memory"):
+        validation.renewed({}, {}, None)
+    assert calls == [0.0, 0.0]

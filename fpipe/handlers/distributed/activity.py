@@ -59,7 +59,7 @@ class Activity:
         flight: the flight recorder; None where no file could be made.
         calls: set-ups and steps that have begun; the same on every rank that has come as far.
         inside: whether one of them runs.
-        thread: that runs them.
+        thread: that runs them; the object, since the system gives the number of one that has ended to another.
         waiting: the purpose for which the host waits, if it does.
         waits: how many times it has waited.
         effect: returns the effect that the host runs.
@@ -67,7 +67,7 @@ class Activity:
 
     def __init__(self, markers: Markers, flight: Recording | None = None) -> None:
         self.markers, self.flight = markers, flight
-        self.calls, self.waits, self.inside, self.thread = 0, 0, False, threading.get_ident()
+        self.calls, self.waits, self.inside, self.thread = 0, 0, False, threading.current_thread()
         self.waiting: str | None = None
         self.effect: Callable[[], object] = _nothing
         self._seen: object = None
@@ -76,7 +76,7 @@ class Activity:
 
     def enter(self, effect: Callable[[], object] = _nothing) -> None:
         """Begin a set-up or a step."""
-        self.effect, self.waiting, self.inside, self.thread = effect, None, True, threading.get_ident()
+        self.effect, self.waiting, self.inside, self.thread = effect, None, True, threading.current_thread()
         self.calls += 1
         if self.flight is not None:
             self.flight.begin(self.calls)

@@ -90,9 +90,9 @@ class Ends:
 
         Raises:
             PeerLost, TransportError: as `Steps.settle`.
-            TransportError: (in another thread) they don't come.
+            TransportError: (in another thread) they don't come within the limit.
         """
-        if self._steps.connections.activity.thread == threading.get_ident():
+        if self._steps.connections.activity.thread is threading.current_thread():
             self.wait()
             is_known = self._is_known
         else:
@@ -108,11 +108,17 @@ class Ends:
         """Return whether the numbers come, while another thread runs the steps.
 
         Raises:
-            TransportError: the handler has ended.
+            TransportError: the handler has ended, or they don't come within the limit.
         """
-        until = time.monotonic() + self._steps.limit
-        looks = (self._look() for _ in polls(until, self._steps.failures.check, FIRST_PAUSE, LAST_PAUSE))
-        return next((look for look in looks if look is not None), False)
+        steps = self._steps
+        for _ in polls(time.monotonic() + steps.limit, steps.failures.check, FIRST_PAUSE, LAST_PAUSE):
+            if (is_known := self._look()) is not None:
+                return is_known
+        raise TransportError(
+            f"{steps.failures.name}: a thread that reads a result waited {steps.limit:g} s for what the other ranks "
+            "tell as they end a step: a rank computes for longer, or hangs; if steps take that long, pass "
+            "Distributed(compute_timeout=...) a greater limit"
+        )
 
     def drop(self) -> None:
         """Drop the works, and keep the numbers if all of them are there."""
