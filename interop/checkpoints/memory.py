@@ -334,10 +334,11 @@ class MemoryCheckpoints:
         if self._sender is not None:
             self._sender.begin(torch.empty(0, dtype=torch.uint8))
             self._sender.wait(limit)
-        if self._lock.is_taken:
-            for path in self._paths:
-                path.unlink(missing_ok=True)
-            self._lock.remove()
+        with suppress(FileNotFoundError):  # `fpipe checkpoint memory --clear` has removed all
+            if self._lock.is_taken and self._lock.take():  # else another start has it, and the files are its own
+                for path in self._paths:
+                    path.unlink(missing_ok=True)
+                self._lock.remove()
         self._slots, self._writes = [None] * len(self._paths), 0
         for copy in self._copies:
             if not copy.removed.wait(max(0.0, until - time.monotonic())):

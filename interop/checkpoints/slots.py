@@ -122,6 +122,7 @@ class Lock:
 
     @property
     def is_taken(self) -> bool:
+        """This object has taken it; another program may have removed it since: see `take`."""
         return self._file is not None
 
     def take(self, patience: float = 0.0) -> bool:
@@ -129,7 +130,7 @@ class Lock:
 
         An object that had it before in this process has ended it when it is gone: take it again now and then.
         """
-        if self._file is not None and os.fstat(self._file.fileno()).st_nlink:
+        if self._file is not None and self._is_named(self._file):
             with suppress(OSError):
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
@@ -145,7 +146,7 @@ class Lock:
                     return False
                 time.sleep(0.02)
                 continue
-            if os.fstat(file.fileno()).st_nlink:
+            if self._is_named(file):
                 self._file = file
                 return True
             file.close()  # its owner has just removed it
@@ -162,10 +163,17 @@ class Lock:
         return None if kind == fcntl.F_UNLCK else int(owner)
 
     def remove(self) -> None:
-        """Give up the lock, and remove its file."""
+        """Give up the lock, and remove its file, unless that is another start's, made after this one was removed."""
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            if self._is_named(self._file):
+                self.path.unlink(missing_ok=True)
             self._close()
+
+    def _is_named(self, file: BinaryIO) -> bool:
+        """Return whether the path is that of an open file: it may have been removed, and made again by others."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), os.lstat(self.path))
+        return False
 
     def _close(self) -> None:
         if self._file is not None:
