@@ -40,7 +40,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import socket
 import statistics
@@ -419,10 +418,10 @@ def mutant(draw: random.Random, folder: Path) -> Trial:
 
 def argument(draw: random.Random, folder: Path) -> Trial:
     """Give a public function a wrong argument."""
-    from tests.support import fuzzing
+    from tests.support import fuzzing, surface
 
-    began = time.monotonic()
-    bare = fuzzing.bare_error(*draw.choice(fuzzing.cases()))
+    began, saved = time.monotonic(), str(folder / "saved")
+    bare = fuzzing.bare_error(*draw.choice(fuzzing.cases(saved)), surface.calls(saved))
     return Trial(unnamed=bare is not None, seconds=time.monotonic() - began)
 
 
@@ -510,11 +509,8 @@ def measured(fault: str, trials: int, seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             results = list(restarts(draw, trials, Path(folder)))
     for _ in range(0 if fault == "restart" else trials):
-        folder = Path(tempfile.mkdtemp())
-        try:
-            results.append(FAULTS[fault](draw, folder))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # processes may still end
+            results.append(FAULTS[fault](draw, Path(folder)))
     seconds = [trial.seconds for trial in results]
     counts = {
         f"{what}s" if what in ("hang", "abort") else what: sum(getattr(trial, what) for trial in results)

@@ -29,7 +29,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import statistics
 import subprocess
@@ -215,19 +214,18 @@ def add(parts: dict[str, float], cpu: dict[str, float], part: str, seconds: floa
 def kills(arguments: Any) -> Iterator[list[dict[str, Any]]]:
     """Yield the row of a job, then those of the parts of its restarts."""
     settings = (arguments.ranks, arguments.width, arguments.split)
-    folder = Path(tempfile.mkdtemp())
-    job = Job(folder, arguments.kills, settings, arguments.warm)
-    try:
-        restarts = list(killed(job, random.Random(arguments.seed)))
-        is_right = job.is_right()
-    except Hung as error:
-        sys.exit(f"benchmarks.restarts: {error}")
-    finally:
-        job.agent.terminate()  # torchrun ends its workers
-        with suppress(subprocess.TimeoutExpired):
-            job.agent.wait(60)
-        job.agent.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        job = Job(Path(folder), arguments.kills, settings, arguments.warm)
+        try:
+            restarts = list(killed(job, random.Random(arguments.seed)))
+            is_right = job.is_right()
+        except Hung as error:
+            sys.exit(f"benchmarks.restarts: {error}")
+        finally:
+            job.agent.terminate()  # torchrun ends its workers
+            with suppress(subprocess.TimeoutExpired):
+                job.agent.wait(60)
+            job.agent.kill()
     lost, steps = [each.lost for each in restarts], [each.steps_lost for each in restarts]
     yield [
         {

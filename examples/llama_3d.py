@@ -12,9 +12,9 @@ rounding does.
 """
 
 import os
-import shutil
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -195,11 +195,10 @@ def main(
     trained = Mesh(shape, schedule, resident, sequence_parallel)
     right = True
     if compare:
-        folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
-        dist.broadcast_object_list(folder)
-        right = report(check(trained, Path(folder[0])))
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder[0])
+        with ExitStack() as stack:
+            folder = [stack.enter_context(tempfile.TemporaryDirectory()) if dist.get_rank() == 0 else ""]
+            dist.broadcast_object_list(folder)
+            right = report(check(trained, Path(folder[0])))
     else:
         begun = trained.load(checkpoint) if checkpoint and checkpoint.exists() else 0
         for number in range(begun, begun + steps):

@@ -1,5 +1,6 @@
 """No torch here: the process that hands tests to workers needs none."""
 
+import atexit
 import gc
 import logging
 import os
@@ -10,7 +11,7 @@ from collections import Counter
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks for names of addresses, and some servers never answer
-os.environ["FPIPE_FLIGHTS"] = tempfile.mkdtemp(prefix="fpipe-tests-")
+os.environ["FPIPE_FLIGHTS"] = FLIGHTS = tempfile.mkdtemp(prefix="fpipe-tests-")
 
 import hypothesis
 import pytest
@@ -23,15 +24,19 @@ collect_ignore = ["support"]  # has no doctests, and imports much
 
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("shared machine")
+OWNER = os.getpid()
+
+
+@atexit.register
+def remove_flights():
+    """At the end of this process, whose children may be forked and write on."""
+    if os.getpid() == OWNER:
+        shutil.rmtree(FLIGHTS, ignore_errors=True)
 
 
 def pytest_configure(config):
     """A test that means graphs is not to run by eager autograd unnoticed."""
     config.addinivalue_line("filterwarnings", "error:stage .* can't be traced:UserWarning")
-
-
-def pytest_unconfigure():
-    shutil.rmtree(os.environ["FPIPE_FLIGHTS"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)

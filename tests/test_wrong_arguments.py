@@ -23,20 +23,20 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_arguments_are_right_as_they_are():
-    for name, (function, arguments) in surface.calls().items():
+def test_the_arguments_are_right_as_they_are(tmp_path):
+    for name, (function, arguments) in surface.calls(f"{tmp_path}/saved").items():
         if ALL or name not in SLOW:
             assert fuzzing.named(function, dict(arguments)) is not Ellipsis, name
 
 
-def test_fewer_than_one_wrong_argument_in_a_hundred_gives_a_bare_error():
+def test_fewer_than_one_wrong_argument_in_a_hundred_gives_a_bare_error(tmp_path):
     """What is left of them comes from functions of the caller's that take other arguments."""
-    cases = fuzzing.cases()
+    cases = fuzzing.cases(f"{tmp_path}/saved")
     if not ALL:
         cases = sorted(random.Random(0).sample([case for case in cases if case[0] not in SLOW], 500))
     bare = []
     for _, group in itertools.groupby(cases, key=lambda case: case[0]):
-        calls = surface.calls()
+        calls = surface.calls(f"{tmp_path}/saved")
         bare += filter(None, (fuzzing.bare_error(*case, calls) for case in group))
     assert len(bare) < len(cases) / 100, "\n".join(bare)
 

@@ -24,19 +24,19 @@ class TooSlow(BaseException):
     """A call takes longer than any right one."""
 
 
-def cases():
+def cases(folder):
     """(callable, argument, number of the wrong value) of everything."""
     return [
         (name, argument, i)
-        for name, (_, arguments) in surface.calls().items()
+        for name, (_, arguments) in surface.calls(folder).items()
         for argument in arguments
         for i in range(len(surface.WRONG))
     ]
 
 
-def bare_error(call, argument, number, calls=None):
+def bare_error(call, argument, number, calls):
     """A text about an error that says nothing of the argument; None where it does, or nothing is raised."""
-    function, arguments = (calls or surface.calls())[call]
+    function, arguments = calls[call]
     wrong = surface.WRONG[number]
     try:
         with limited(), warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

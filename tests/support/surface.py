@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tempfile
 
 import torch
 from torch import nn
@@ -41,8 +40,12 @@ def generating():
     return pipeline, [[1, 2], [4, 5]]
 
 
-def calls():
-    """Name -> (callable, its arguments by name, all right); made anew, since some keep a state."""
+def calls(folder):
+    """Name -> (callable, its arguments by name, all right); made anew, since some keep a state.
+
+    Args:
+        folder: for checkpoints.
+    """
     pipeline = Pipeline([scale, scale], mse)
     placement = Placement.loop(2)
     plan = pipeline.plan(placement, 2)
@@ -57,7 +60,6 @@ def calls():
     of_modules, weights = interop.from_modules(modules)
     model, example = nn.Sequential(*modules), (torch.ones(2, 2),)
     whole = interop.from_modules(model, at=[1])
-    folder = tempfile.mkdtemp()
     saved = interop.Checkpoints(folder, pipeline, plan, handler=local)
     saved.save(params=params)
     programs = fpipe.lower(schedule, plan)
