@@ -168,6 +168,15 @@ def test_other_numbers_of_tokens_are_an_error_on_every_rank(pools):
     assert "is all_to_all_single(float32[5, 4]) in forward on rank 0, all_to_all_single(float32[4, 4])" in text
 
 
+def test_a_step_that_one_replica_refuses_is_an_error_on_every_rank_before_they_compute(pools):
+    """The forwards of the others would wait for its tokens."""
+    results = pools(2).run(expert_jobs.refused, Grid("ep2 pp1"))
+    for text, seconds, goes_on in results:
+        assert "batch (float32[1, 5, 4]) has 1 row on axis 0: too few for 4 microbatches" in text
+        assert seconds < 15  # of 30 that a collective would wait
+        assert goes_on
+
+
 def test_what_can_not_run_is_refused_on_every_rank(pools):
     for lacks_experts, unequal, no_replicas, uneven in pools(2).run(expert_jobs.refusals, Grid("ep2 pp1")):
         assert "make the handler with experts='ep' instead" in lacks_experts

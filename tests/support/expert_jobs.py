@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import optree
 import torch
@@ -257,6 +258,24 @@ def unequal(rank, grid):
     except fpipe.StageError as error:
         (loss, _), _ = step(params, batch, target)
         return str(error), float(loss)
+
+
+def refused(rank, grid):
+    """The error of a step that the last replica alone refuses, after how many seconds; and if the next one is right."""
+    own = handlers.Distributed(grid.mesh["pp"], replicas=grid.over, experts="ep", timeout=30)
+    pipeline = pipeline_of(1, 1, None, grid.mesh["ep"])
+    plan = pipeline.plan(fpipe.Placement.loop(1), MICROBATCHES, replicas=grid.replicas)
+    step = fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=own, has_aux=True)
+    params, batch = sharded(params_of(1), grid), batch_on(own)
+    (loss, _), _ = step(params, *batch)
+    cut = [x[:1] for x in batch] if own.grid.replica == grid.replicas - 1 else batch
+    began = time.monotonic()
+    try:
+        step(params, *cut)
+    except (fpipe.StageError, fpipe.TransportError) as error:
+        seconds = time.monotonic() - began
+        (again, _), _ = step(params, *batch)
+        return str(error), seconds, bool(again == loss)
 
 
 # Parts of rows
