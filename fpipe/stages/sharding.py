@@ -180,7 +180,7 @@ class Placed(NamedTuple):
         if not dims:
             return None
         (at,) = dims
-        return cls(_along(mesh, at), (leaf.placements[at],), leaf.shape, leaf.stride())
+        return cls(_along(mesh, at, id(mesh)), (leaf.placements[at],), leaf.shape, leaf.stride())
 
 
 @dataclass(frozen=True)
@@ -356,8 +356,12 @@ def _dims_within(replicas: DeviceMesh, mesh: DeviceMesh) -> Mapping[int, int]:
 
 
 @lru_cache(maxsize=16)
-def _along(mesh: DeviceMesh, dim: int) -> DeviceMesh:
-    """Return the mesh of one dimension; torch takes 0.1 ms to make one, and a step has many leaves."""
+def _along(mesh: DeviceMesh, dim: int, identity: int) -> DeviceMesh:
+    """Return the mesh of one dimension; torch takes 0.1 ms to make one, and a step has many leaves.
+
+    Args:
+        identity: of the mesh, for equal meshes may have other groups.
+    """
     return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[dim]]
 
 

@@ -80,6 +80,13 @@ def test_what_does_not_fit_is_one_error_on_all_processes(pools, fault):
         assert all(re.search(FAULTS[fault], text) for text in texts), texts
 
 
+def test_a_mesh_takes_the_place_of_one_whose_groups_have_gone(pools):
+    """torch takes the two for one, and remembers the first in what it knows of operations."""
+    for posted, groups in pools(4).run(tensor_jobs.after_others):
+        assert posted == groups
+        assert groups[0] != groups[1]
+
+
 def test_eager_autograd_is_refused(pools):
     for text in pools(2).run(tensor_jobs.eager):
         assert re.match(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fpipe
 from fpipe import handlers, interop, schedules
 from fpipe.autodiff import functions
+from fpipe.handlers.distributed.groups import Groups
 from fpipe.stages.sharding import placed_alike
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, whole
@@ -299,6 +302,26 @@ def wrong(rank, fault, first):
         if fault not in FIRST:  # of which some have begun a collective in a piece, and one has another step
             run({})
     return texts
+
+
+def after_others(rank):
+    """The groups on which steps over two meshes of the same processes and names post, and those of the meshes.
+
+    The groups of the first have gone.
+    """
+    pipeline, posted, groups = fpipe.Pipeline([layer, layer], loss=F.mse_loss), [], []
+    plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
+    for _ in range(2):
+        mesh, lent = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp")), set()
+        handler = handlers.Distributed(mesh["pp"], timeout=20)
+        step = step_of("one_f_one_b", pipeline, plan, handler)
+        with mock.patch.object(Groups, "lend", lambda self, group, lent=lent: lent.add(group.group_name)):
+            step({rank // 2: _layer_params(mesh, {})}, torch.ones(ROWS, 4), torch.ones(ROWS, 4), rng=(0, 1))
+        posted.append(lent)
+        groups.append({mesh["tp"].get_group().group_name})
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group(mesh["tp"].get_group())
+    return posted, groups
 
 
 def _layer_params(mesh, changes):

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
@@ -90,6 +91,8 @@ class Partitioner(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"its params are DTensors over several meshes, {sorted(map(str, meshes))}: shard over one"
             )
         (self.mesh,), self.local_inputs = meshes, local
+        # It holds meshes, and takes one that is equal for this one, whose groups are others.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         self.pieces, self.sequence = PieceOperators(self.mesh, sequence), sequence
         self.sums: dict[int, tuple[DTensor, DTensor]] = {}  # by identity; the first keeps it from being used again
         self.summed: dict[int, Any] = {}  # over rows, as a gradient of positions: its views are no input of a layer
