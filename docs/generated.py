@@ -15,9 +15,10 @@ import fpipe
 from fpipe import Costs, schedules
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.schedules.catalogue import shares
-from fpipe.schedules.cuts import of_shares, of_slice, splits_vocabulary
+from fpipe.schedules.cuts import of_shares, splits_vocabulary
 from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.partitions import Partition
+from fpipe.schedules.slice_costs import of_slice
 from fpipe.timelines.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,8 @@ from fpipe.costs import OVER_HOST_LINK, OVER_REPLICAS, UNSCALED, Costs, Link, Pe
 from fpipe.effects import Activation, BackwardInput, BackwardWeight, Deferred, Forward, Gradient, Residuals
 from fpipe.errors import ScheduleError
 from fpipe.plan import Edges, Placement, Plan
-from fpipe.schedules.cuts import existing, of_each_slice, over_slices
+from fpipe.schedules.cuts import existing
+from fpipe.schedules.slice_costs import of_each_slice, over_slices
 
 TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
 SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED)

@@ -12,7 +12,8 @@ from fpipe.costs import Costs, Edge, Link, PerStage
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
 from fpipe.schedules.catalogue import CATALOGUE, PLACES, CatalogueEntry
-from fpipe.schedules.cuts import of_shares, of_slice, recut_for, recut_trained
+from fpipe.schedules.cuts import of_shares, recut_for, recut_trained
+from fpipe.schedules.slice_costs import of_slice
 
 
 def _per_stage(text: str | float) -> PerStage:

@@ -36,7 +36,8 @@ from fpipe.programs.footprint import footprint
 from fpipe.programs.verifier import verify
 from fpipe.schedules import search
 from fpipe.schedules.catalogue import CATALOGUE, shares
-from fpipe.schedules.cuts import of_shares, of_slice, recut
+from fpipe.schedules.cuts import of_shares, recut
+from fpipe.schedules.slice_costs import of_slice
 from tests.support.combinations import few, one_in, thorough
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from fpipe import Costs, Placement, Plan, ScheduleError, draw, schedules, simula
 from fpipe.costs import Shared
 from fpipe.effects import Activation, Carry, Residuals
 from fpipe.schedules import gpipe, lower_bound, one_f_one_b, seq_1f1b, seq_zb
-from fpipe.schedules.cuts import of_slice
+from fpipe.schedules.slice_costs import of_slice
 from tests.support.combinations import combined, sample
 
 RANKS, SLICES = sample([2, 3, 4, 8], [2, 4]), sample([1, 2, 3, 4], [1, 2, 4])
