@@ -17,17 +17,22 @@ from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit
 from fpipe.schedules.flights import Flights
-from fpipe.schedules.work import FORWARD, INPUT, Room, Work
+from fpipe.schedules.work import FORWARD, INPUT, Room, Work, by_rank
 
 
 @checked()
 def lower_bound(
-    plan: Plan, costs: Costs, memory_limit: float | None = None, *, memory_limit_bytes: float | None = None
+    plan: Plan,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    memory_limit_bytes: float | None = None,
 ) -> float:
     """Return a lower bound of the cost, the largest of seven.
 
     Args:
-        memory_limit: microbatches in flight on a rank, each from its forward to the end of its backward.
+        memory_limit: microbatches in flight on a rank, or on each, from its forward to the end of its backward; a
+            chunk counts as its part of the rank's stages.
         memory_limit_bytes: bytes on a rank, of residuals and deferred values. What slices share counts for none.
 
     - A rank runs all passes of its stages.
@@ -57,30 +62,28 @@ def lower_bound(
     costs.check(plan)
     check_limit(memory_limit_bytes)
     in_order = plan.slices == 1  # of slices, the backwards are not
-    plan, costs, memory_limit = _as_microbatches(plan, costs, memory_limit)
+    plan, costs, limits = _as_microbatches(plan, costs, by_rank(plan, memory_limit))
     flights = Flights(plan, costs)
-    bound = max(flights.travelling(), _published(plan, costs, memory_limit))
-    if memory_limit is not None:
-        bound = max(bound, flights.held(memory_limit))
+    bound = max(flights.travelling(), _published(plan, costs, limits), flights.held(limits))
     if costs.backward is not None or costs.overlap is not None or not is_chain(plan):
         return bound
     rooms = []
     if memory_limit is not None:
-        rooms.append(Room.counted(plan, [memory_limit] * plan.ranks))
+        rooms.append(Room.counted(plan, limits))
     if memory_limit_bytes is not None:
         rooms.append(Room.sized(plan, costs, [memory_limit_bytes] * plan.ranks))
     chain = Chain(Work.of(plan, costs), *rooms)
     return max(bound, chain.bound() if in_order else max(chain.waiting(s) for s in range(plan.stages)))
 
 
-def _as_microbatches(plan: Plan, costs: Costs, limit: float | None) -> tuple[Plan, Costs, float | None]:
+def _as_microbatches(plan: Plan, costs: Costs, limits: list[float]) -> tuple[Plan, Costs, list[float]]:
     """Return the plan in which each slice is a microbatch, so that fewer have to wait for each other."""
     if plan.slices == 1:
-        return plan, costs, limit
+        return plan, costs, limits
     scale, sizes = ([each for each in factors for _ in range(plan.slices)] for factors in (costs.scale, costs.sizes))
     costs = replace(_of_least_slices(plan, costs), scale=scale, sizes=sizes)
-    limit = None if limit is None else limit * plan.slices
-    return replace(plan, microbatches=plan.microbatches * plan.slices, slices=1), costs, limit
+    limits = [limit * plan.slices for limit in limits]
+    return replace(plan, microbatches=plan.microbatches * plan.slices, slices=1), costs, limits
 
 
 def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
@@ -109,7 +112,7 @@ def _alone(name: Residuals | Deferred, costs: Costs, slices: int) -> float:
     return max(0.0, costs.bytes(name) - sum(x.bytes for x in costs.shared if name in x.names and kept & {*x.names}))
 
 
-def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
+def _published(plan: Plan, costs: Costs, limits: Sequence[float]) -> float:
     """Return the published bound for two chunks on each rank; 0 where its assumptions do not hold."""
     p, m = plan.ranks, plan.microbatches
     passes = (
@@ -118,9 +121,10 @@ def _published(plan: Plan, costs: Costs, memory_limit: float | None) -> float:
     times = {costs.time(each) for each in passes}
     two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
     plain = costs.backward is None and costs.overlap is None and costs.communication == 0
-    if memory_limit in (None, inf) or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
+    limit = max(limits)
+    if limit == inf or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
         return 0.0
-    return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * memory_limit) - 1)
+    return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * limit) - 1)
 
 
 def is_chain(plan: Plan) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import floor, inf
 
@@ -58,21 +59,21 @@ class Flights:
             bound = max(bound, work)
         return bound
 
-    def held(self, limit: float) -> float:
+    def held(self, limits: Sequence[float]) -> float:
         """Return the bound of the time in which chunks are in flight, from a forward to the end of its backward.
 
         Args:
-            limit: the most microbatches in flight on a rank.
+            limits: the most microbatches in flight, by rank.
         """
         plan, bound = self.plan, 0.0
-        if limit == inf or any(len(ranks) > 1 for ranks in plan.placement.holders):
+        if any(len(ranks) > 1 for ranks in plan.placement.holders):
             return bound
         is_chain = all(plan.sources(s) == ((s - 1,) if s else ()) for s in range(plan.stages))
-        for rank in range(plan.ranks):
+        for rank, limit in enumerate(limits):
             stages = [s for s in plan.stages_on(rank) if plan.is_differentiated(s)]
-            chunks = floor(limit * len(plan.stages_on(rank)) * (1 + ROUNDING))
-            if not stages or not chunks:
+            if not stages or limit == inf or limit * len(plan.stages_on(rank)) * (1 + ROUNDING) < 1:
                 continue
+            chunks = floor(limit * len(plan.stages_on(rank)) * (1 + ROUNDING))
             bound = max(bound, sum(self._in_flight(s, self.backward[s]) for s in stages) / chunks)
             if is_chain:  # the last chunk is in flight within the time of the others
                 together = max(1, chunks // len(stages))

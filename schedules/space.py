@@ -120,8 +120,10 @@ class Space:
                 every += self.candidates(limit, limited=[True])
         if limit_bytes is None:
             return every
-        bound = partial(lower_bound, memory_limit=memory_limit, memory_limit_bytes=limit_bytes)
-        bounds = {plan: bound(plan, costs) for plan, costs in {each.plan: each.costs for each in every}.items()}
+        bounds = {
+            plan: lower_bound(plan, costs, limits_of_ranks(plan, memory_limit), memory_limit_bytes=limit_bytes)
+            for plan, costs in {each.plan: each.costs for each in every}.items()
+        }
         return [replace(each, lower_bound=bounds[each.plan]) for each in every]
 
     def candidates(
@@ -157,7 +159,7 @@ class Space:
         self.report(entry.name)
         plan, costs, layers = self.cut(entry, place)
         played = list(self._played(entry, plan, costs, limit, limit_bytes))
-        bound = lower_bound(plan, costs, limit, memory_limit_bytes=limit_bytes)
+        bound = lower_bound(plan, costs, limits_of_ranks(plan, limit), memory_limit_bytes=limit_bytes)
         return [
             Found(entry.name, schedule, plan, costs, timeline, bound, resident, account, layers=layers)
             for schedule, (timeline, resident, account) in played

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 from fpipe.costs import ROUNDING, Costs
@@ -25,6 +26,7 @@ from fpipe.effects import (
     Residuals,
     Value,
 )
+from fpipe.errors import ScheduleError
 from fpipe.plan import Plan
 from fpipe.programs.memory import prepared_on
 from fpipe.tables import TABLE
@@ -117,6 +119,21 @@ class Work:
         count = self.plan.stages
         each = sum(sum(self.times[kind * count + s] for kind in range(3)) for s in self.plan.stages_on(rank))
         return each * sum(self.scale)
+
+
+def by_rank(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
+    """Return a memory limit of each rank, infinity where there is none.
+
+    Raises:
+        ScheduleError: there are limits, but not one for each rank.
+    """
+    limits = [*limit] if isinstance(limit, Sequence) else [inf if limit is None else limit] * plan.ranks
+    if len(limits) != plan.ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(limits)} entries, the plan {plan.ranks} ranks: give one number for all "
+            "ranks, or one for each"
+        )
+    return limits
 
 
 @dataclass(frozen=True)

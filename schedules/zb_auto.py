@@ -18,7 +18,7 @@ from fpipe.schedules.modulo import repeated
 from fpipe.schedules.table import from_table
 from fpipe.schedules.wave import near, wave
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
-from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work, pass_of, peaks, table
+from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work, by_rank, pass_of, peaks, table
 from fpipe.schedules.zero_bubble import in_rounds
 
 
@@ -80,13 +80,7 @@ def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
             f"zb_auto wants stages without copies, not {plan.placement}: take Placement.loop or Placement.v"
             ", or dualpipe for copies"
         )
-    each = plan.microbatches if limit is None else limit
-    limits = list(each) if isinstance(each, Sequence) else [each] * plan.ranks
-    if len(limits) != plan.ranks:
-        raise ScheduleError(
-            f"memory_limit has {len(limits)} entries, the plan {plan.ranks} ranks: give one number for all "
-            "ranks, or one for each"
-        )
+    limits = by_rank(plan, limit)
     for rank, most in enumerate(limits):
         if not most >= 1:
             raise ScheduleError(f"memory_limit is {most} on rank {rank}: at least 1, one whole microbatch in flight")

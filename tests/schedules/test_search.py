@@ -15,7 +15,7 @@ from fpipe.schedules import CATALOGUE, gpipe, lower_bound, pareto, search, zb_au
 from fpipe.schedules.catalogue import shares
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.partitions import blocks
-from fpipe.schedules.space import CHUNKS
+from fpipe.schedules.space import CHUNKS, limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
 from tests.support.combinations import PAIRS, examples, few, sample, thorough
@@ -64,6 +64,35 @@ def test_nothing_that_was_tried_is_better(model, limit):
     assert found.lower_bound <= found.timeline.cost * (1 + 1e-12)
     assert limit is None or found.peak <= limit + 1e-9
     verify(found.schedule, found.plan)
+
+
+@st.composite
+def uneven(draw):
+    """Stages on ranks, of which some have more than others."""
+    ranks = draw(st.integers(2, 3))
+    more = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks + 1))
+    plan = Plan(Placement(draw(st.permutations([*range(ranks), *more]))), draw(st.integers(3, 6)))
+    times = st.lists(st.integers(1, 4), min_size=plan.stages, max_size=plan.stages)
+    return plan, Costs(*(draw(times) for _ in range(3)), communication=draw(st.sampled_from([0, 1])))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(uneven(), st.sampled_from([1, 1.5, 2, 3]))
+def test_a_limit_of_shares_of_the_model_bounds_ranks_by_their_stages(model, limit):
+    plan, costs = model
+    limits = limits_of_ranks(plan, limit)
+    timeline = simulate(zb_auto(plan, costs, limits), plan, costs)
+    assert lower_bound(plan, costs, limits) <= timeline.cost * (1 + 1e-9)
+
+
+def test_a_bound_of_stages_on_ranks_unevenly_is_no_higher_than_what_is_found():
+    plan = Plan(Placement([0, 1, 1]), 6)  # 1.5 microbatches of half of the model are 2.25 of the first stage
+    costs = Costs([1, 4, 1], [4, 4, 2], [1, 1, 4])
+    found = search(plan, costs, memory_limit=1.5, recut=False)
+    assert found.lower_bound <= found.timeline.cost
+    assert lower_bound(plan, costs, 1.5) > found.timeline.cost  # as if each rank had half of the model
+    with pytest.raises(ScheduleError, match="memory_limit has 3 entries, the plan 2 ranks"):
+        lower_bound(plan, costs, [1, 2, 3])
 
 
 @pytest.mark.parametrize(
