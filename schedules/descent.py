@@ -27,6 +27,7 @@ from fpipe.plan import Schedule
 from fpipe.programs.footprint import footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
+from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CatalogueEntry, named
 from fpipe.schedules.found import Found
 from fpipe.schedules.partitions import FEW, Partition
@@ -170,13 +171,15 @@ class Layouts:
         """Return the result of another cut, with as many whole stages; None if it is not better, or not taken."""
         self.space.report(entry.name)
         cut = self.space.cut(entry, partition)
+        *over, cost, _ = key(like)
+        if _orders(entry) and not any(over) and self._bound_of(cut) >= cost * (1 - ROUNDING):
+            return None
         try:
             schedule, programs = self._programs(entry, cut, like)
         except ScheduleError:
             return None
         self.left -= sum(map(len, programs.values()))
         timeline = simulate_programs(programs, cut.costs)
-        *over, cost, _ = key(like)
         if not any(over) and timeline.cost >= cost * (1 - ROUNDING):
             return None
         account = footprint(programs, cut.costs) if sized(cut.costs) else like.footprint
@@ -190,9 +193,13 @@ class Layouts:
             layers=cut.layers,
         )
 
+    def _bound_of(self, cut: Cut) -> float:
+        limits = limits_of_ranks(cut.plan, self.limit)
+        return lower_bound(cut.plan, cut.costs, limits, memory_limit_bytes=self.limit_bytes)
+
     def _programs(self, entry: CatalogueEntry, cut: Cut, like: Found) -> tuple[Schedule, Programs]:
         """Return a schedule and its programs, which do not depend on the cut where the schedule does not on costs."""
-        by_costs = entry.by_costs or entry.limited
+        by_costs = _orders(entry)
         key = entry.name, cut.plan, like.resident
         if not by_costs and key in self.programs:
             return like.schedule, self.programs[key]
@@ -263,6 +270,11 @@ class Layouts:
                 timeline, account = simulate_programs(programs, found.costs), footprint(programs, found.costs)
                 return replace(found, timeline=timeline, footprint=account, offload=offload)
         return None
+
+
+def _orders(entry: CatalogueEntry) -> bool:
+    """Whether a schedule orders for the costs, which takes longer than to simulate the order."""
+    return entry.by_costs or entry.limited
 
 
 def _of_each(results: Iterable[Found], key: Key) -> list[Found]:

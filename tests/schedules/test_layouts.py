@@ -246,7 +246,7 @@ def test_where_cuts_are_few_the_best_of_all_is_found(name, ranks, microbatches):
 @st.composite
 def models(draw):
     """Layers with costs of their own, on ranks; some are chains, others have a skip."""
-    count = draw(st.integers(3, 9))
+    count = draw(st.integers(3, 7))
     ranks = draw(st.integers(2, min(3, count)))
     edges = Edges([(), *(((0, s - 1) if s > 1 and draw(st.booleans()) else (s - 1,)) for s in range(1, count))])
     numbers = st.lists(st.integers(0, 8).map(lambda n: n / 4), min_size=count, max_size=count)
@@ -271,7 +271,7 @@ def figures_on_cuts(names, cuts, plan, costs, *limits):
                 yield figures_of(name, cut(placement, plan.stages if cut is even else times), plan, costs, *limits)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(models(), st.sampled_from([None, 0.8, 0.5]), st.sampled_from([None, 1.5, 2]), st.data())
 def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, share, in_flight, data):
     plan, costs = model
