@@ -87,7 +87,7 @@ class Blocks:
 
     @property
     def is_done(self) -> bool:
-        return self.best.cost <= self.least
+        return self.best.cost <= self.least * (1 + ROUNDING)
 
     def filled(self) -> Filled:
         """Return the best words with their weight gradients."""
