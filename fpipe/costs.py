@@ -577,9 +577,9 @@ def _number(name: str, value: object) -> float:
 
 
 def _as_float(value: object) -> float:
-    """Return a number as a float; NaN for anything else."""
+    """Return a number as a float; NaN for anything else, a bool too."""
     try:
-        return float(value) if isinstance(value, SupportsFloat) else nan
+        return float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else nan
     except (TypeError, ValueError, RuntimeError):  # of an array
         return nan
 

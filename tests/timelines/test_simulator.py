@@ -396,6 +396,7 @@ def test_skips_travel_on_their_own_edge():
         ({"forward": -1}, r"forward must be a finite number of at least 0, not -1"),
         ({"deferred": [1, float("inf")]}, "deferred must be a finite number of at least 0, not inf"),
         ({"communication": float("nan")}, "communication must be a finite number of at least 0, not nan"),
+        ({"forward": True}, "forward must be a finite number of at least 0, not True"),
         ({"forward": None}, "forward must be a finite number of at least 0, not None"),
         ({"forward": {0: 1}}, "forward must be a finite number of at least 0, not {0: 1}"),
         ({"communication": [0.1, 0.2]}, r"communication must be a finite number of at least 0, not \[0.1, 0.2\]"),
