@@ -20,7 +20,7 @@ An object has, in milliseconds:
 - norm_ms, late_ms: likewise with `max_norm`, without and with post-validation, where no gradients are clipped.
 - clipped_ms: with post-validation where those of every step are clipped: each rank waits.
 - barrier_predicted_ms, free_predicted_ms: the makespan of one simulated step, and the period of as many, by costs of
-  `fpipe.profile` and a measured link.
+  `fpipe.profile`, the host's time for a piece, from a step of stages that do nothing, and a measured link.
 - norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
   copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
 - won, won_predicted: the share of the period with a barrier that the loop without one saves. won has its quartiles.
@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from benchmarks import models, timed
+from benchmarks import models, partitions, timed
 from fpipe import Costs, Pipeline, Placement, handlers, interop
 from fpipe.plan import Plan, Schedule
 from fpipe.schedules import one_f_one_b, updating, zb_auto, zb_h2
@@ -100,7 +100,9 @@ def job(
         repeats=models.REPEATS,
         autodiff="graph",
     )
-    costs = replace(costs, communication=models.ping(rank, torch.ones_like(batch[:rows])))
+    link = models.ping(rank, torch.ones_like(batch[:rows]))
+    costs = replace(costs, communication=link)
+    costs = partitions.with_host(costs, plan, partitions.host_time(handler, ranks, link))
     for name in names:
         schedule = schedule_of(name, plan, costs)
         train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
