@@ -362,11 +362,26 @@ class Costs:
         if source == target:
             return 0.0
         link = self.link(source, target)
-        return link.latency + self.bytes(value, table) / link.bandwidth
+        return link.latency + table.message_bytes(value, self, None, 0) / link.bandwidth
 
     def bytes(self, name: Any, table: Table = TABLE) -> float:
-        """Return the size of the named value; 0 for sums of weight gradients, which live for the whole step."""
+        """Return the size of a value on a rank; 0 for sums of weight gradients, which live for the whole step."""
         return table.values[type(name)].bytes(name, self, None, 0)
+
+    def sum_bytes(self, stage: int, rank: int, plan: Plan) -> float:
+        """Return the bytes that a rank has, or receives, of the whole sum of a stage's gradients.
+
+        That is all of it on a rank with a copy of the stage, and elsewhere the part that is tied, if its size is known.
+        """
+        if rank in plan.ranks_of(stage) or not self.tied:
+            return self.at("gradients", Parameters(stage))
+        here = {*plan.stages_on(rank)}
+        both = [tied for tied in self.tied if stage in tied.stages and not here.isdisjoint(tied.stages)]
+        return sum(self.tied_bytes("gradients", tied) for tied in both)
+
+    def lasting(self, size: float, stage: int, plan: Plan) -> float:
+        """Return the part of so many bytes of a stage that a rank has all the time: all, or its shard."""
+        return size / ((self.shards or plan.replicas) if stage in plan.gathered else 1)
 
     def read(self, stage: int, reader: int, microbatch: int = 0) -> float:
         """Return how many bytes of a stage's output another stage reads."""

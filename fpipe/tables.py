@@ -108,6 +108,8 @@ class Prices(Protocol):
     def replica_transfer(self, cost: str, stage: int, /) -> float: ...
     def host_transfer(self, cost: str, of: Any, /) -> float: ...
     def read(self, stage: int, reader: int, microbatch: int, /) -> float: ...
+    def sum_bytes(self, stage: int, rank: int, plan: Any, /) -> float: ...
+    def lasting(self, size: float, stage: int, plan: Any, /) -> float: ...
     def extra_of(self, of: Any, factors: Sequence[float], /) -> float: ...
 
 
@@ -212,6 +214,7 @@ class ValueRow(NamedTuple):
         sums: whether several effects add to it. It is then final after the last of them. Lowering sends fpipe's own
             sums at the end; a schedule sends yours.
         backward: whether only the backward pass has it.
+        message: its size when it is sent to a rank, of the same arguments; by default its size there.
     """
 
     producer: Callable[[Any, Topology], int] | None = None
@@ -222,6 +225,7 @@ class ValueRow(NamedTuple):
     sums: bool = False
     backward: bool = False
     exists: Callable[[Any, Topology], bool] = _always
+    message: Bytes | None = None
 
 
 class _Rows(dict[type, Any]):
@@ -310,6 +314,11 @@ class Table:
         """Whether a value is sent to other ranks as soon as it is computed."""
         row = self.values[type(name)]
         return row.producer is not None and not row.sums
+
+    def message_bytes(self, value: Any, costs: Prices, plan: Topology | None, rank: int) -> float:
+        """Return the size of a value when it is sent to a rank; without a plan, that of the whole value."""
+        row = self.values[type(value)]
+        return (row.message or row.bytes)(value, costs, plan, rank)
 
     def backward(self, effect: Any, plan: Topology) -> bool:
         """Whether an effect belongs to the backward pass: it needs or gives a value that only the backward pass has."""
@@ -563,6 +572,10 @@ def _gradient_bytes(v: Gradient, costs: Prices, plan: Topology | None, rank: int
     return size
 
 
+def _sum_message(v: WeightGradient, costs: Prices, plan: Topology | None, rank: int) -> float:
+    return costs.lasting(costs.sum_bytes(v.stage, rank, plan), v.stage, plan) if plan else costs.at("gradients", v)
+
+
 def _is_sent(v: Gradient, plan: Topology) -> bool:
     """Return whether a gradient is sent to its stage's rank. With cotangents by rank, a rank's lowest stage sends."""
     return v.consumer in plan.terms(v.stage, v.microbatch)
@@ -727,7 +740,13 @@ TABLE = Table(
         Token: ValueRow(_token_producer, _token_readers, _free, "token", ORANGE, exists=_is_fed),
         # A sum lives for the whole step.
         WeightGradient: ValueRow(
-            *(_sum_producer, _sum_readers, _free), "weight gradient", GREEN, sums=True, backward=True, exists=_has_copy
+            *(_sum_producer, _sum_readers, _free),
+            label="weight gradient",
+            colour=GREEN,
+            sums=True,
+            backward=True,
+            exists=_has_copy,
+            message=_sum_message,
         ),
         Residuals: ValueRow(bytes=_cost("residuals"), label="residuals"),
         Deferred: ValueRow(bytes=_cost("deferred"), label="deferred", backward=True),

@@ -103,7 +103,7 @@ class Work:
         a, b = (self.plan.rank_of(at % self.plan.stages, 0) for at in (source, target))
         hop = Hop(target, b)
         if a != b and costs is not None and value is not None:
-            link, size = costs.link(a, b), TABLE.values[type(value)].bytes(value, costs, self.plan, b)
+            link, size = costs.link(a, b), TABLE.message_bytes(value, costs, self.plan, b)
             hop = hop._replace(edge=(a, b), wire=size / link.bandwidth, latency=link.latency)
         self.hops[source].append(hop)
         self.inputs[target] += 1

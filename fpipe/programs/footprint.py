@@ -104,7 +104,7 @@ def _least(plan: Plan, rank: int, costs: Costs) -> float:
     stages = plan.stages_on(rank)
     trained = [stage for stage in stages if plan.is_trained(stage)]
     sums = [costs.at("gradients", Parameters(stage)) for stage in trained]
-    scattered = [_lasting(size, stage, plan, costs) for stage, size in zip(trained, sums, strict=True)]
+    scattered = [costs.lasting(size, stage, plan) for stage, size in zip(trained, sums, strict=True)]
     at_end = sum(scattered) + min(map(sub, sums, scattered), default=0.0)
     whole = max((costs.at("gathered", Parameters(stage)) for stage in stages if stage in plan.gathered), default=0.0)
     return sum(_of_parameters(plan, rank, trained, costs)) + max(at_end, whole)
@@ -116,8 +116,8 @@ def _accounts(program: Program, costs: Costs) -> tuple[float, float, list[float]
     for change in _sums(program):
         if change is not None:
             stage, rank, is_scattered = change
-            whole = _sum_bytes(program, stage, rank, costs)
-            gradients[stage, rank] = _lasting(whole, stage, plan, costs) if is_scattered else whole
+            whole = costs.sum_bytes(stage, program.rank, plan)
+            gradients[stage, rank] = costs.lasting(whole, stage, plan) if is_scattered else whole
         total.append(sum(gradients.values()))
     trained = {stage for stage, rank in gradients if rank == program.rank}
     return *_of_parameters(plan, program.rank, trained, costs), total
@@ -126,17 +126,12 @@ def _accounts(program: Program, costs: Costs) -> tuple[float, float, list[float]
 def _of_parameters(plan: Plan, rank: int, trained: Collection[int], costs: Costs) -> tuple[float, float]:
     """Return the bytes of a rank's parameters, and of the optimizer's state of its trained stages."""
     stages = plan.stages_on(rank)
-    own = [(stage, _lasting(costs.at("parameters", Parameters(stage)), stage, plan, costs)) for stage in stages]
-    own += [(stage, _lasting(size, stage, plan, costs)) for stage, size in _copies(costs, stages)]
+    own = [(stage, costs.lasting(costs.at("parameters", Parameters(stage)), stage, plan)) for stage in stages]
+    own += [(stage, costs.lasting(size, stage, plan)) for stage, size in _copies(costs, stages)]
     casts = () if costs.gathered is None else stages
-    cast = sum(_lasting(costs.at("gathered", Parameters(stage)), stage, plan, costs) for stage in casts)
+    cast = sum(costs.lasting(costs.at("gathered", Parameters(stage)), stage, plan) for stage in casts)
     optimizer = costs.optimizer * sum(size for stage, size in own if stage in trained)
     return sum(size for _, size in own) + cast, optimizer
-
-
-def _lasting(size: float, stage: int, plan: Plan, costs: Costs) -> float:
-    """Return what a rank has all the time of so many bytes of a stage: all, or its shard."""
-    return size / ((costs.shards or plan.replicas) if stage in plan.gathered else 1)
 
 
 def _copies(costs: Costs, stages: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -145,16 +140,6 @@ def _copies(costs: Costs, stages: Sequence[int]) -> Iterator[tuple[int, float]]:
         users = [stage for stage in stages if stage in tied.stages]
         if users and users[0] != tied.stages[0]:
             yield users[0], tied.bytes
-
-
-def _sum_bytes(program: Program, stage: int, rank: int, costs: Costs) -> float:
-    """Return the bytes that a rank has of the sum of a stage's gradients on a rank, its own or another."""
-    plan, here = program.plan, program.rank
-    if rank == here or here in plan.ranks_of(stage) or not costs.tied:  # else the tied part, if its size is known
-        return costs.at("gradients", Parameters(stage))
-    own = {*plan.stages_on(here)}
-    both = [tied for tied in costs.tied if stage in tied.stages and not own.isdisjoint(tied.stages)]
-    return sum(costs.tied_bytes("gradients", tied) for tied in both)
 
 
 def _sums(program: Program) -> Iterator[tuple[int, int, bool] | None]:

@@ -307,6 +307,7 @@ class Replay:
         for rank in range(self.timeline.plan.ranks):
             of_rank = self.spans.of(rank)
             nodes += [self.node_of[at] for at in of_rank if self.tracks[at] == "scatter"]
+            nodes += [self.node_of[at] for at in self.timeline.sums[rank]]
             nodes += [self.node_of[at] for at in of_rank if self.tracks[at] == "compute"][-1:]
         return nodes
 

@@ -165,9 +165,6 @@ class _Simulation:
         ends[at] = start + self.costs.time(effect, self.table)
         self.lanes[lane] = at
 
-    def _bytes(self, value: Any, rank: int) -> float:
-        return self.table.values[type(value)].bytes(value, self.costs, self.plan, rank)
-
     def _send(self, at: int, rank: int, effect: Send, givers: Sequence[int]) -> None:
         for giver in givers:  # only a scatter ends after the rank is free
             if self.ends[self.first[rank] + giver] > self.free[rank]:
@@ -180,7 +177,8 @@ class _Simulation:
         if edge.bandwidth < inf:
             if edge.free > posted:
                 left, waited = edge.free, edge.last
-            edge.free = left = left + self._bytes(effect.value, effect.rank) / edge.bandwidth
+            size = self.table.message_bytes(effect.value, self.costs, self.plan, effect.rank)
+            edge.free = left = left + size / edge.bandwidth
             edge.last = at
         self.starts[at], self.ends[at], self.waited[at] = posted, left + edge.latency, waited
         if edge.receives:

@@ -3,7 +3,7 @@
 Conventions (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024; our own for those that the paper leaves open):
 
 - the span of a rank is the time from the first start to the last end of its compute, and of the gather that its first
-  compute waits for, and of its scatters; busy is the time in compute;
+  compute waits for, of its scatters, and of its receives of sums; busy is the time in compute;
 - cost is the largest span: it does not include a late start; makespan includes it;
 - idle is span - busy, and the bubble rate idle / span on the rank with the largest span;
 - a microbatch is in flight on a stage from its forward to its weight gradient or fused backward; of a stage that is not
@@ -45,6 +45,9 @@ class Timeline:
         costs: the sizes from which `memory` counts bytes.
         steps: how many follow each other in it, each with the same effects.
 
+    Attributes:
+        sums: by rank, the indices of the spans in which it receives sums, such as those of a stage's copies or ties.
+
     >>> from fpipe import Costs, Placement, Plan, schedules, simulate
     >>> timeline = simulate(schedules.one_f_one_b, Plan(Placement.loop(2), 4), Costs(communication=0.5))
     >>> timeline.makespan, timeline.cost, timeline.idle, timeline.peak_in_flight
@@ -58,6 +61,9 @@ class Timeline:
         self._computes = self._on("compute")
         self._beside = {track: self._on(track) for track in LANES}
         self._gathers, self._scatters = self._beside["gather"], self._beside["scatter"]
+        effects, values = spans.effects, self.table.values
+        receives: list[list[Any]] = [[(at, effects[at]) for at in rank] for rank in self._on("receive")]
+        self.sums = [[at for at, effect in each if values[type(effect.value)].sums] for each in receives]
 
     def __repr__(self) -> str:
         return f"<timeline of {extent(self.plan)}: makespan {number(self.makespan)}>"
@@ -100,8 +106,10 @@ class Timeline:
         """Each rank's first start and last end; for a rank without compute, twice the timeline's start."""
         ends = self.spans.ends
         by_rank = [
-            (self._first(gathers, own[0]), max(ends[at] for at in (own[-1], *scatters))) if own else None
-            for gathers, own, scatters in zip(self._gathers, self._computes, self._scatters, strict=True)
+            (self._first(gathers, own[0]), max(ends[at] for at in (own[-1], *scatters, *sums))) if own else None
+            for gathers, own, scatters, sums in zip(
+                *(self._gathers, self._computes, self._scatters, self.sums), strict=True
+            )
         ]
         first = min((bounds[0] for bounds in by_rank if bounds), default=0.0)
         return [bounds or (first, first) for bounds in by_rank]
@@ -236,15 +244,27 @@ class Timeline:
             if spans.starts[after] > spans.ends[before]:
                 yield from self._wait(spans.ends[before], after)
         if computes and spans.ends[computes[-1]] < end:
-            yield Gap(spans.ends[computes[-1]], end, "scatter")
+            yield from self._behind(rank, spans.ends[computes[-1]], end)
         if end < last:
             yield Gap(end, last, "drain")
+
+    def _behind(self, rank: int, begin: float, end: float) -> Iterator[Gap]:
+        """Yield the gaps between a rank's last compute and the end of its span: for scatters, then for sums."""
+        ends = self.spans.ends
+        if (scattered := max((ends[at] for at in self._scatters[rank]), default=begin)) > begin:
+            yield Gap(begin, scattered, "scatter")
+            begin = scattered
+        if begin < end:
+            sent = self._sent(max(self.sums[rank], key=ends.__getitem__), begin)
+            if sent > begin:
+                yield Gap(begin, min(sent, end), "dependency")
+            yield Gap(max(begin, min(sent, end)), end, "transfer")
 
     def _wait(self, begin: float, at: int) -> Iterator[Gap]:
         """Yield the gaps from a time until a compute starts."""
         until, waited = self.spans.starts[at], self._waited_lane(at)
         arrived = min(until, max(begin, self._arrived(at)))
-        sent = self._sent(at, arrived) if waited is None else self.spans.starts[waited]
+        sent = self._sent(self.spans.waited[at], arrived) if waited is None else self.spans.starts[waited]
         if sent > begin:
             yield Gap(begin, min(sent, arrived), "dependency")
         if sent < arrived:
@@ -257,9 +277,8 @@ class Timeline:
         waited = self.spans.waited[at]
         return self.spans.ends[waited] if waited >= 0 else self.spans.starts[at]
 
-    def _sent(self, at: int, otherwise: float) -> float:
-        """Return when the value that a compute waited for was sent, if it came from another rank; else `otherwise`."""
-        received = self.spans.waited[at]
+    def _sent(self, received: int, otherwise: float) -> float:
+        """Return when the value of a receive was sent; `otherwise` for a span that is none."""
         if received < 0 or not isinstance(self.spans.effects[received], Recv):
             return otherwise
         sent = self.spans.waited[received]
@@ -304,7 +323,7 @@ class Timeline:
     def critical_spans(self) -> list[int]:
         """The indices of the spans of the critical path."""
         last = [indices[-1] for indices in self._computes if indices]
-        last += [at for scatters in self._scatters for at in scatters[-1:]]
+        last += [at for beside in (*self._scatters, *self.sums) for at in beside[-1:]]
         path = [max(last, key=self.spans.ends.__getitem__)] if last else []
         while path and (waited := self.spans.waited[path[-1]]) >= 0 and len(path) < len(self.spans):
             path.append(waited)  # bounded, because spans that were read from a file may wait in a cycle

@@ -1,7 +1,9 @@
 """When effects happen, against closed forms, an oracle by relaxation, and timelines small enough to do by hand."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise, product
+from math import inf
 
 import numpy as np
 import pytest
@@ -435,3 +437,25 @@ def test_time_by_kind_is_all_of_the_time_in_compute():
     timeline = simulate(zb_h1, Plan(Placement.loop(2), 3), Costs(forward=2, backward_input=3))
     assert timeline.kinds == [{Forward: 6.0, BackwardInput: 9.0, BackwardWeight: 3.0}] * 2
     assert [sum(kinds.values()) for kinds in timeline.kinds] == timeline.busy
+
+
+def test_sums_of_copies_take_their_bytes_over_a_link():
+    # Each rank sends the sums of both stages, 40 and 60 bytes, one behind the other, when its last backward has ended.
+    plan, costs = Plan(Placement.both_ways(2), 8), Costs(parameters=[40, 60])
+    free, slow = (simulate("dualpipe", plan, replace(costs, communication=Link(0, over))) for over in (inf, 10))
+    assert slow.makespan == free.makespan + (40 + 60) / 10
+    for before, after in zip(free.causes, slow.causes, strict=True):  # who waits for the sums waits for a transfer
+        assert after == before | {"transfer": before["transfer"] + 10}
+    assert isinstance(slow.critical_path[-1].effect, Recv)
+    twice = replace(costs, gradients=[80, 120], communication=Link(0, 10))  # of bfloat16 in float32
+    assert simulate("dualpipe", plan, twice).makespan == free.makespan + (80 + 120) / 10
+
+
+def test_of_the_sums_of_tied_parameters_only_these_travel():
+    # Rank 0 sends 8 tied bytes to rank 2, and the reverse; rank 2's last backward ends first, so rank 0's sum counts.
+    plan = Plan(Placement.loop(3), 4, ties=((0, 2),))
+    costs = Costs(parameters=[20, 30, 12], tied=[(8, (0, 2))])
+    free, slow = (simulate(gpipe, plan, replace(costs, communication=Link(0, over))) for over in (inf, 4))
+    assert slow.makespan == free.makespan + 8 / 4
+    unknown = replace(costs, tied=(), communication=Link(0, 4))  # all of the sum, where nobody says which part is tied
+    assert simulate(gpipe, plan, unknown).makespan == free.makespan + 20 / 4
