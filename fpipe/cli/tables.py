@@ -419,7 +419,7 @@ def difference(result: Difference, names: tuple[str, str], scale: Scale) -> Grou
     for kind, pair in result.kinds.items():
         totals.add_row(f"{kind}{unit}", *_pair(pair, scale))
     breakdown = table(["where the makespans differ", "A - B"], words=["where the makespans differ"])
-    for where, time in {**result.lies, "all": result.makespan[0] - result.makespan[1]}.items():
+    for where, time in {**result.breakdown, "all": result.makespan[0] - result.makespan[1]}.items():
         style = "bold" if where == "all" else None
         breakdown.add_row(f"{where}{unit}", scale(_cleared(time, max(result.makespan))), style=style)
     note = "host: between effects of A's critical path; elsewhere: B's makespan beyond that path"

@@ -98,7 +98,7 @@ class Difference:
     >>> plan = Plan(Placement.loop(2), 4)
     >>> slow = simulate(schedules.one_f_one_b, plan, Costs(forward=1.5, communication=0.5))
     >>> difference = Difference(slow, simulate(schedules.one_f_one_b, plan))
-    >>> difference.makespan, difference.lies
+    >>> difference.makespan, difference.breakdown
     ((19.5, 15.0), {'forward': 2.5, 'backward': 0.0, 'transfer': 2.0, 'host': 0.0, 'elsewhere': 0.0})
     """
 
@@ -195,7 +195,7 @@ class Difference:
         return {name: (totals[0].get(name, 0.0), totals[1].get(name, 0.0)) for name in names}
 
     @cached_property
-    def lies(self) -> dict[str, float]:
+    def breakdown(self) -> dict[str, float]:
         """The parts of the difference of the makespans; their sum is that difference.
 
         The first's critical path is a chain of waits from its start to its end. Its makespan is therefore the sum over
@@ -265,7 +265,7 @@ class Difference:
             "bubble_rate": list(self.bubble_rate),
             "ranks": [self._rank(rank) for rank in self.ranks],
             "kinds": {kind: list(pair) for kind, pair in self.kinds.items()},
-            "lies": self.lies,
+            "breakdown": self.breakdown,
             "groups": [self._group(each) for each in self.groups[:_MAX_GROUPS]],
             "effects": [self._effect(each) for each in self.effects[:_MAX_EFFECTS]],
             "notices": self.notices,
@@ -294,13 +294,17 @@ class Difference:
 
 def _keys(timeline: Timeline) -> Iterator[tuple[int, int, tuple[object, ...]]]:
     """Yield index, rank and key of each span; effects with equal keys match."""
+    works = Counter[Effect]()  # of all ranks; each step of a loop has them once
     for rank in range(timeline.plan.ranks):
         before = Counter[Effect]()
         for at in timeline.spans.of(rank):
             effect = timeline.spans.effects[at]
-            works = any(timeline.table.effects[type(each)].work for each in parts(effect))
-            yield at, rank, (effect,) if works else (rank, effect, before[effect])
-            before[effect] += not works
+            if any(timeline.table.effects[type(each)].work for each in parts(effect)):
+                yield at, rank, (effect, works[effect])
+                works[effect] += 1
+            else:
+                yield at, rank, (rank, effect, before[effect])
+                before[effect] += 1
 
 
 def path_steps(timeline: Timeline) -> list[PathStep]:

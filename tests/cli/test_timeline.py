@@ -435,8 +435,8 @@ def test_the_json_of_a_difference(runs):
     found = told("timeline", "--diff", runs / "mine", runs / "other")
     expected = Difference(simulate(schedules.one_f_one_b, PLAN, MS), simulate(schedules.gpipe, PLAN)).as_json()
     assert [each["schedule"] for each in found["runs"]] == ["1f1b", "gpipe"]
-    assert {key: found[key] for key in ("makespan", "lies", "kinds", "ranks")} == json.loads(
-        json.dumps({key: expected[key] for key in ("makespan", "lies", "kinds", "ranks")})
+    assert {key: found[key] for key in ("makespan", "breakdown", "kinds", "ranks")} == json.loads(
+        json.dumps({key: expected[key] for key in ("makespan", "breakdown", "kinds", "ranks")})
     )
     assert "are in seconds" in found["notices"][0]
 

@@ -53,9 +53,17 @@ def without(timeline, rank):
 def test_equal_timelines_differ_in_nothing():
     found = Difference(EQUAL, EQUAL)
     assert found.notices == []
-    assert set(found.lies.values()) == {0.0}
+    assert set(found.breakdown.values()) == {0.0}
     assert len(found.matched) == len(EQUAL.spans)
     assert {(each.longer, each.shift) for each in found.effects} == {(0.0, 0.0)}
+
+
+def test_each_step_of_a_loop_is_compared_with_the_same_one():
+    plan = Plan(Placement.loop(2), 3)
+    a, b = (simulate("1f1b", plan, Costs(forward=forward), steps=3) for forward in (1, 2))
+    found = Difference(a, b)
+    assert found.notices == []
+    assert {place: matched.at[1] for place, matched in found.matched.items()} == {at: at for at in range(len(a.spans))}
 
 
 def test_what_was_made_slower_is_where_it_lies():
@@ -65,9 +73,9 @@ def test_what_was_made_slower_is_where_it_lies():
     on_path = [slower.spans.effects[step.at] for step in path_steps(slower)]
     forwards = sum(isinstance(effect, Forward) for effect in on_path)
     sends = sum(isinstance(effect, Send) for effect in on_path)
-    assert found.lies["forward"] == pytest.approx(0.25 * forwards)
-    assert found.lies["transfer"] == pytest.approx(0.5 * sends)
-    assert found.lies["backward"] == found.lies["host"] == 0.0
+    assert found.breakdown["forward"] == pytest.approx(0.25 * forwards)
+    assert found.breakdown["transfer"] == pytest.approx(0.5 * sends)
+    assert found.breakdown["backward"] == found.breakdown["host"] == 0.0
 
 
 def test_one_stage_that_is_slower():
@@ -78,7 +86,7 @@ def test_one_stage_that_is_slower():
     assert [each.longer for each in found.effects[6:]] == [0.0] * (len(found.effects) - 6)
     assert found.kinds["Forward"] == (30.0, 18.0)
     assert found.kinds["Backward"] == (36.0, 36.0)
-    assert found.lies["forward"] == 12.0  # six forwards of the last rank, all on the path
+    assert found.breakdown["forward"] == 12.0  # six forwards of the last rank, all on the path
 
 
 def late(timeline, by):
@@ -103,8 +111,8 @@ def test_time_between_what_was_recorded_is_the_hosts(more, less):
     found = Difference(a, b)
     gaps = [sum(step.gap for step in path_steps(each)) for each in (a, b)]
     assert gaps[0] > 0
-    assert found.lies["host"] == gaps[0] - gaps[1] == a.makespan - b.makespan
-    assert {time for part, time in found.lies.items() if part != "host"} == {0.0}
+    assert found.breakdown["host"] == gaps[0] - gaps[1] == a.makespan - b.makespan
+    assert {time for part, time in found.breakdown.items() if part != "host"} == {0.0}
 
 
 costs = st.builds(
@@ -122,7 +130,7 @@ costs = st.builds(
 def test_the_parts_add_up_to_the_difference(one, its_costs, other, other_costs, late):
     a = stretched(simulate(*MADE[one], its_costs), lambda time: time + late)
     found = Difference(a, simulate(*MADE[other], other_costs))
-    assert sum(found.lies.values()) == pytest.approx(found.makespan[0] - found.makespan[1], abs=1e-6)
+    assert sum(found.breakdown.values()) == pytest.approx(found.makespan[0] - found.makespan[1], abs=1e-6)
     assert sum(step.gap + step.duration for step in path_steps(a)) == pytest.approx(a.makespan, abs=1e-6)
     assert min(step.gap for step in path_steps(a)) >= 0
     json.dumps(found.as_json(), allow_nan=False)
@@ -131,7 +139,7 @@ def test_the_parts_add_up_to_the_difference(one, its_costs, other, other_costs, 
 def test_a_timeline_that_begins_late_differs_in_when_its_effects_begin_alone():
     found = Difference(stretched(EQUAL, lambda time: time + 1e4), EQUAL)
     assert {each.shift for each in found.effects} == {1e4}
-    assert found.lies["host"] == pytest.approx(0.0, abs=1e-6)
+    assert found.breakdown["host"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_transfers_that_no_compute_waited_for_are_not_ranked():
@@ -162,8 +170,8 @@ def test_other_plans_are_matched_as_far_as_they_go():
     assert found.notices[1:] == [
         f"{len(longer.spans) - len(EQUAL.spans)} of the {len(longer.spans)} effects of the first are not in the other"
     ]
-    assert found.lies["unmatched"] > 0
-    assert sum(found.lies.values()) == longer.makespan - EQUAL.makespan
+    assert found.breakdown["unmatched"] > 0
+    assert sum(found.breakdown.values()) == longer.makespan - EQUAL.makespan
 
 
 def test_stages_of_another_size_are_noticed():
@@ -191,10 +199,10 @@ def test_a_rank_that_only_one_has(swapped):
     which = "second" if swapped else "first"
     assert f"only the {which} has rank 1" in found.notices
     assert {each.rank[0] for each in found.effects} == {0, 2}
-    assert sum(found.lies.values()) == pytest.approx(found.makespan[0] - found.makespan[1])
+    assert sum(found.breakdown.values()) == pytest.approx(found.makespan[0] - found.makespan[1])
     if not swapped:  # its path leads through the rank that the other lacks, where nobody knows who waited for whom
-        assert found.lies["unmatched"] > 0
-        assert found.lies["host"] == 0
+        assert found.breakdown["unmatched"] > 0
+        assert found.breakdown["host"] == 0
 
 
 def test_fewer_ranks():
@@ -207,7 +215,7 @@ def test_the_json_has_the_places_of_effects():
     slower = simulate(schedules.zb_v, MADE["zb-v"][1], Costs(forward=2))
     found = Difference(slower, simulate(*MADE["zb-v"])).as_json()
     assert found["makespan"] == [slower.makespan, simulate(*MADE["zb-v"]).makespan]
-    assert list(found) == ["makespan", "bubble_rate", "ranks", "kinds", "lies", "groups", "effects", "notices"]
+    assert list(found) == ["makespan", "bubble_rate", "ranks", "kinds", "breakdown", "groups", "effects", "notices"]
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
     assert all(tuple(rank["causes"]) == slower.cause_names for rank in found["ranks"])
     assert found["ranks"][1]["busy"] == [slower.busy[1], 36.0]
@@ -244,7 +252,13 @@ def test_a_receive_counts_from_when_its_value_was_sent():
 def test_a_timeline_without_compute_compares():
     none = Timeline(PLAN, Spans([0, 0, 0, 0], [], array("d"), array("d"), array("q")))
     found = Difference(none, EQUAL)
-    assert found.lies == {"forward": 0.0, "backward": 0.0, "transfer": 0.0, "host": 0.0, "elsewhere": -EQUAL.makespan}
+    assert found.breakdown == {
+        "forward": 0.0,
+        "backward": 0.0,
+        "transfer": 0.0,
+        "host": 0.0,
+        "elsewhere": -EQUAL.makespan,
+    }
     assert found.effects == []
     assert "only the second has ranks 0, 1, 2" in found.notices
 
@@ -258,9 +272,9 @@ def test_gathers_and_scatters_are_parts_of_their_own():
     )
     difference = Difference(slow, fast)
     assert difference.notices == []  # the second gather of a stage is compared with the second
-    assert difference.lies["gather"] == pytest.approx(3 * 0.25)
-    assert difference.lies["scatter"] == pytest.approx(0.25)
-    assert sum(difference.lies.values()) == pytest.approx(slow.makespan - fast.makespan)
+    assert difference.breakdown["gather"] == pytest.approx(3 * 0.25)
+    assert difference.breakdown["scatter"] == pytest.approx(0.25)
+    assert sum(difference.breakdown.values()) == pytest.approx(slow.makespan - fast.makespan)
     assert path_shares(slow)["gather"] == pytest.approx(3 * 0.75)
     gathers = [each for each in difference.effects if type(each.effect) is Gather]
     assert [each.took for each in gathers] == [(0.75, 0.5)] * 3

@@ -17,7 +17,7 @@ export const difference = {
 /** The parts of the difference of two makespans; they add up to it. */
 function parts({ answer, names, capture: { unit } }) {
   const [a, b] = answer.makespan;
-  const others = Object.entries(answer.lies ?? {}).filter(([, by]) => Math.abs(by) > NOTHING * Math.max(a, b));
+  const others = Object.entries(answer.breakdown ?? {}).filter(([, by]) => Math.abs(by) > NOTHING * Math.max(a, b));
   if (Math.abs(a - b) <= NOTHING * Math.max(a, b)) return element("p", {}, `Both take ${time(a, unit)}.`);
   const text = `“${names[0]}” less “${names[1]}”: ${signed(a - b, unit)} (${change(a, b) || "0%"})`;
   const list = others.map(([what, by]) => `${what} ${signed(by, unit)}`).join(", ");
