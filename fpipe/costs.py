@@ -140,8 +140,8 @@ class Costs:
         gradients: bytes of a stage's whole sum of gradients; by default those of the parameters with which it computes.
             Sums of narrower gradients are float32: twice these bytes for bfloat16.
         gather, scatter: the cost of a `Gather`, and of a `Scatter`: a time, as of the others, or a `Link`, over which a
-            rank gets (replicas - 1) / replicas of the bytes. A `Scatter` of parameters that are not sharded travels
-            twice, because every replica needs the whole sum.
+            rank gets (replicas - 1) / replicas of the bytes, or (shards - 1) / shards in a `Gather` of fewer shards. A
+            `Scatter` of parameters that are not sharded travels twice, because every replica needs the whole sum.
         offload, fetch: the cost of an `Offload`, a copy of a microbatch's residuals to the host, and of a `Fetch`, the
             copy back: a time, or a `Link`, over which their bytes go.
         recompute: time of a `Recompute`; by default that of a forward.
@@ -287,7 +287,7 @@ class Costs:
 
     def collective(self, effect: Any, table: Table = TABLE) -> float:
         """Return how much of an effect's time collectives inside its piece take."""
-        return sum(self._collective(part, table) for part in parts(effect))
+        return min(sum(self._collective(part, table) for part in parts(effect)), self.time(effect, table))
 
     def _collective(self, effect: Any, table: Table) -> float:
         if not self.collectives:
@@ -297,14 +297,15 @@ class Costs:
         kinds = [kind] if kind in self.collectives else halves
         factors = (self._factor(COLLECTIVES_OF.get(each, "collectives"), effect) for each in kinds)
         times = (_at(self.collectives[each], effect.stage) for each in kinds)
-        return min(float(sum(map(mul, times, factors))), self.time(effect, table))
+        return float(sum(map(mul, times, factors)))
 
     def replica_transfer(self, cost: str, stage: int) -> float:
         """Return the time of a `gather`, or of a `scatter` to shards, of a stage."""
         price = getattr(self, cost)
         if not isinstance(price, Link):
             return _at(price, stage)
-        share = (self.replicas - 1) / self.replicas
+        count = self.shards or self.replicas if cost == "gather" else self.replicas
+        share = (count - 1) / count
         size = self.at("gathered" if cost == "gather" else "gradients", Parameters(stage))
         return price.latency + share * size / price.bandwidth
 

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any, cast
 
-from fpipe.costs import COLLECTIVES_OF, NOT_BY_STAGE, OF_SLICES, Costs, PerStage, relative
+from fpipe.costs import COLLECTIVES_OF, NOT_BY_STAGE, OF_SLICES, OVER_HOST_LINK, Costs, Link, PerStage, relative
 
 
 def of_each_slice(costs: Costs) -> list[Costs]:
@@ -79,12 +79,15 @@ def of_slice(costs: Costs, slices: int) -> Costs:
 
     Times, activations, residuals and deferred values are spread evenly over the slices; what a stage carries stays.
 
-    >>> of_slice(Costs(forward=[1, 3], backward=8, activation=8), slices=2).forward
-    (0.5, 1.5)
+    >>> of_slice(Costs(forward=[1, 3], backward=8, activation=8, recompute=2), slices=2)
+    Costs(forward=(0.5, 1.5), backward_input=0.5, backward_weight=0.5, backward=4.0, activation=4.0, recompute=1.0)
     """
     if slices == 1:
         return costs
-    spread = {name: _divided(cost, slices) for name in _OF_SLICE if (cost := getattr(costs, name)) is not None}
+    each = {name: getattr(costs, name) for name in _OF_SLICE}
+    spread = {
+        name: _divided(cost, slices) for name, cost in each.items() if cost is not None and not isinstance(cost, Link)
+    }
     collectives = {kind: _divided(cost, slices) for kind, cost in costs.collectives.items()}
     shared = [each._replace(bytes=each.bytes / slices) for each in costs.shared]
     reads = {edge: size / slices for edge, size in costs.reads.items()}
@@ -92,7 +95,7 @@ def of_slice(costs: Costs, slices: int) -> Costs:
 
 
 _OF_SLICE = (
-    *("forward", "backward_input", "backward_weight", "backward", "overlap"),
+    *("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK),
     *("activation", "residuals", "deferred"),
 )
 

@@ -323,6 +323,8 @@ def test_the_time_of_a_gather_over_a_link():
     plan = Plan(Placement((0,)), 1, replicas=4)
     costs = Costs(0, 0, 0, parameters=100, gather=Link(0.5, 25), scatter=Link(0.25, 50), replicas=4)
     assert simulate(schedules.gpipe, plan, costs, resident=1).makespan == (0.5 + 75 / 25) + (0.25 + 75 / 50)
+    halves = replace(costs, shards=2)  # each replica has a half, and lacks one
+    assert simulate(schedules.gpipe, plan, halves, resident=1).makespan == (0.5 + 50 / 25) + (0.25 + 75 / 50)
 
 
 def test_whole_parameters_count_as_memory_while_they_are_there():

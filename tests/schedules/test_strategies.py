@@ -12,7 +12,7 @@ import pytest
 
 import fpipe
 from fpipe import Costs, Link, Placement, Plan, schedules
-from fpipe.effects import Backward, BackwardInput, Forward
+from fpipe.effects import Backward, BackwardInput, Forward, Overlap
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape
@@ -134,6 +134,8 @@ def test_a_timeline_adds_up_collectives():
     assert timeline.makespan == fpipe.simulate(schedules.one_f_one_b, plan, replace(costs, collectives={})).makespan
     assert costs.collective(Backward(1, 1)) == 0.5
     assert Costs(collectives={Forward: 9}).collective(Forward(0, 0)) == 1  # no more than its time
+    both = Costs(forward=2, backward=3, overlap=3, collectives={Forward: 1.5, Backward: 2})
+    assert both.collective(Overlap(Forward(0, 1), Backward(0, 0))) == 3
     assert recut(costs, 2, 4).collectives[Forward] == (0.5, 0.5, 0.25, 0.25)
     with pytest.raises(fpipe.ScheduleError, match="collectives has 2 entries for Forward"):
         costs.check(Plan(Placement.loop(3), 2))
