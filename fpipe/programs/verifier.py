@@ -506,11 +506,11 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
 
 def _kinds_given(programs: Programs, table: Table) -> set[type]:
     """Return the kinds of values that leave their ranks, among those that effects give."""
-    some: dict[tuple[type, int | None], Any] = {}
+    some: dict[tuple[type, int | None, int | None], Any] = {}
     for program in programs.values():
         for effect in program:
             for part in parts(effect) if type(effect) is not Recv else ():
-                some.setdefault((type(part), getattr(part, "stage", None)), part)
+                some.setdefault((type(part), getattr(part, "stage", None), getattr(part, "token", None)), part)
     kinds = {type(v) for effect in some.values() for v in table.gives(effect, plan_of(programs))}
     kinds |= {kind for kind in table.values if kind not in TABLE.values}  # their rows may give more to some effects
     return {kind for kind in kinds if table.values[kind].producer is not None}

@@ -53,7 +53,7 @@ def test_all_ranks_are_at_work_where_there_are_as_many_microbatches(ranks, micro
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_programs_are_right_under_every_transport(placement, transport):
-    for microbatches, tokens, prefills in [(1, 1, 1), (3, 4, 1), (5, 2, 0), (1, 3, 3), (2, 5, 3)]:
+    for microbatches, tokens, prefills in [(1, 1, 1), (3, 4, 1), (5, 2, 0), (1, 3, 3), (3, 4, 3), (2, 5, 3)]:
         plan = Plan(placement, microbatches, tokens=tokens, prefills=max(1, prefills))
         fpipe.verify(partial(autoregressive, prompts=prefills > 0), plan, transport=transport)
 
