@@ -78,6 +78,17 @@ class Choice:
             numbers |= {name: x for name, x in {"top_k": self.top_k, "top_p": self.top_p}.items() if x is not None}
         return {name: torch.as_tensor(number, device=device) for name, number in numbers.items()}
 
+    def settings(self) -> dict[str, object]:
+        """Return the arguments that decide the choice, by name: equal ones for equal choices."""
+        named: dict[str, object] = {}
+        if self.eos:
+            named |= {"eos_token_id=": tuple(sorted({*self.eos})), "pad_token_id=": self.pad}
+        if self.rng is not None:
+            temperature = 1.0 if self.temperature is None else float(self.temperature)
+            top_p = None if self.top_p is None else float(self.top_p)
+            named |= {"rng=": self.rng, "temperature=": temperature, "top_k=": self.top_k, "top_p=": top_p}
+        return {name: value for name, value in named.items() if value is not None}
+
     def noise(self, tokens: int, prompts: int) -> Tensor:
         """Return the random numbers of all tokens, `[tokens, prompts]`, on the CPU."""
         if self.rng is None:

@@ -268,6 +268,7 @@ class _Call:
         count: of the prompts that were passed.
         slices: into which the prompts are cut.
         noise: [token, prompt].
+        settings: the arguments that are the same on every rank, by name.
         state: the caches, `{stage: [tree by microbatch]}`.
     """
 
@@ -278,6 +279,7 @@ class _Call:
     count: int
     slices: int
     noise: Tensor
+    settings: Mapping[str, object]
     state: Mapping[int, Any]
 
     @classmethod
@@ -314,8 +316,9 @@ class _Call:
         whole = Prompts(prompts.tokens.to(device), prompts.mask.to(device)).filled(places)
         noise = torch.zeros(new, places, device=device)
         noise[:, : prompts.count] = choice.noise(new, prompts.count)
+        alike = {"prompts": prompts.text(), "Cache.rows": cache.rows, "max_new_tokens=": new, **choice.settings()}
         state = dict(_caches(made, prompts.count, device))
-        return cls(cache, choice, params, whole, prompts.count, made.prompt_slices, noise, state)
+        return cls(cache, choice, params, whole, prompts.count, made.prompt_slices, noise, alike, state)
 
     def inputs(self, tokens: Tensor, count: int) -> Inputs:
         """Return the inputs of the program that generates `count` tokens after those before."""
@@ -327,7 +330,7 @@ class _Call:
         else:
             first, *slices = self._slices()
             later = [*slices, *later]
-        return Inputs(self.params, [self.state], first, apart=True, later=later)
+        return Inputs(self.params, [self.state], first, apart=True, later=later, settings=self.settings)
 
     def _slices(self) -> Iterator[list[Microbatch]]:
         """Yield what stages read of each slice of the prompts, by microbatch."""
@@ -335,7 +338,7 @@ class _Call:
         for number, tokens in enumerate(prompts.tokens.tensor_split(self.slices, dim=1)):
             is_last, length = number + 1 == self.slices, tokens.shape[1]
             data = self._with("input_ids", tokens, self._given(start, length, 0 if is_last else None))
-            # Ranks compare what the first slice has with each other, and with earlier prompts.
+            # Signatures are of the first slice's data; the sizes of later slices depend on the length of all of them.
             yield data if number or is_last else self._with("prompts", prompts.tokens, data)
             start += length
 

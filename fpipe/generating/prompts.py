@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe._format import counted
+from fpipe.handlers.contents import digest
 from fpipe.stages.cache import Cache
 
 
@@ -67,6 +69,10 @@ class Prompts:
     @property
     def length(self) -> int:
         return self.tokens.shape[1]
+
+    def text(self) -> str:
+        """Return a text for all tokens, which differs for other prompts; waits for their device."""
+        return f"{self.count} of {counted(self.length, 'token')} (digest {digest(self.tokens)}{digest(self.mask)})"
 
     def filled(self, rows: int) -> Prompts:
         """Return so many prompts; the last one stands for those that are missing."""

@@ -39,7 +39,7 @@ def settings(inputs: Inputs) -> dict[str, object]:
         "check_finite=": inputs.check_finite,
         "post_validate=": inputs.post_validate,
     }
-    return {name: setting for name, setting in each.items() if setting}
+    return {**{name: setting for name, setting in each.items() if setting}, **inputs.settings}
 
 
 def of_settings(inputs: Inputs) -> int:

@@ -173,6 +173,7 @@ class Inputs:
         max_norm: to which the caller clips the gradients; the same on every rank. None where it does not.
         check_finite: what the caller does where loss or gradients are not finite, likewise; None for nothing.
         post_validate: whether the caller updates before the norm is known, likewise.
+        settings: other arguments of the caller that are the same on every rank, by name.
         slices: of each microbatch.
         lengths: the share that each slice has of the sequences of its microbatch; where a process has no part of them,
             they are equal.
@@ -208,6 +209,7 @@ class Inputs:
     provisional: bool = False
     renew: Callable[[], Mapping[str, Any] | None] | None = None
     later: Sequence[Sequence[Microbatch]] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.rows is not None:

@@ -42,8 +42,11 @@ from tests.support.generate_jobs import (
     language,
     language_model,
     of_several_lengths,
+    other_arguments,
     other_ends,
+    other_last_prompts,
     other_prompts,
+    other_seeds_in_the_next_call,
     signatures_sent,
     too_long_on_one,
 )
@@ -193,6 +196,13 @@ def test_prompts_of_several_lengths_may_have_equal_first_slices(pools):
     expected = [reference_tokens(each, prompt_slices=2) for each in (PROMPTS, longer, PROMPTS)]
     for found in pools(2).run(of_several_lengths, [PROMPTS, longer, PROMPTS]):
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_program_of_slices_and_two_tokens():
+    """Of the effects of a stage with the prompts, the last one alone gives a token that travels."""
+    options = {"max_new_tokens": 2, "eos_token_id": ()}
+    found = tokens_of(2, 2, handlers.Local(), prompt_slices=2, **options)
+    assert torch.equal(found, tokens_of(2, 1, handlers.Reference(), **options))
 
 
 def reference_tokens(given, **options):
@@ -397,13 +407,56 @@ def test_a_rank_that_is_killed_is_named(victim, fresh_pool):
 def test_ranks_with_other_prompts_are_refused(pools):
     for error, text, _ in pools(2).run(other_prompts):
         assert error == "StageError"
-        assert "rank 0 and rank 1 were given different batches" in text
+        assert "rank 0 and rank 1 were called with different settings: prompts is 7 of 5 tokens (digest " in text
 
 
 def test_ranks_with_other_ends_of_prompts_in_slices_are_refused(pools):
     for error, text, _ in pools(2).run(other_ends):
         assert error == "StageError"
-        assert "rank 0 and rank 1 were given different batches" in text
+        assert "rank 0 and rank 1 were called with different settings: prompts is 7 of 5 tokens (digest " in text
+
+
+OTHER_ARGUMENTS = {
+    "seeds": ([{"rng": (7, 1)}, {"rng": (7, 2)}], "rng= is (7, 1) on rank 0 and (7, 2) on rank 1"),
+    "greedy and drawn": ([{}, {"rng": (0, 0)}], "rng= is none on rank 0 and (0, 0) on rank 1"),
+    "temperatures": (
+        [{"rng": (0, 0), "temperature": 0.5}, {"rng": (0, 0)}],
+        "temperature= is 0.5 on rank 0 and 1.0 on rank 1",
+    ),
+    "top_k": ([{"rng": (0, 0), "top_k": 3}, {"rng": (0, 0)}], "top_k= is 3 on rank 0 and none on rank 1"),
+    "top_p": (
+        [{"rng": (0, 0), "top_p": 0.5}, {"rng": (0, 0), "top_p": 0.6}],
+        "top_p= is 0.5 on rank 0 and 0.6 on rank 1",
+    ),
+    "ends": ([{}, {"eos_token_id": (4, 5)}], "eos_token_id= is (3,) on rank 0 and (4, 5) on rank 1"),
+    "padding": ([{}, {"pad_token_id": 22}], "pad_token_id= is 0 on rank 0 and 22 on rank 1"),
+    "numbers of tokens": ([{}, {"max_new_tokens": 8}], "max_new_tokens= is 6 on rank 0 and 8 on rank 1"),
+}
+
+
+@combined(which=OTHER_ARGUMENTS, slices=[1, 2])
+def test_ranks_with_other_arguments_are_refused(which, slices, pools):
+    arguments, message = OTHER_ARGUMENTS[which]
+    same = {"max_new_tokens": 6, "tokens_per_program": 2, "prompt_slices": slices, "autodiff": "eager"}
+    expected = tokens_of(2, 2, handlers.Reference(), **same)
+    for error, text, after in pools(2).run(other_arguments, arguments, same):
+        assert error == "StageError"
+        assert "rank 0 and rank 1 were called with different settings" in text
+        assert message in text
+        assert torch.equal(after, expected)
+
+
+def test_ranks_with_other_seeds_in_a_later_call_are_refused(pools):
+    expected = tokens_of(2, 2, handlers.Reference(), (7, 1), max_new_tokens=4)
+    for text, *found in pools(2).run(other_seeds_in_the_next_call):
+        assert "different settings: rng= is (7, 2) on rank 0 and (7, 3) on rank 1" in text
+        assert all(torch.equal(tokens, expected) for tokens in found)
+
+
+def test_ranks_with_other_prompts_in_a_later_microbatch_are_refused(pools):
+    for error, text, _ in pools(2).run(other_last_prompts):
+        assert error == "StageError"
+        assert "rank 0 and rank 1 were called with different settings: prompts is 7 of 5 tokens (digest " in text
 
 
 def test_prompts_that_are_too_long_on_one_rank_are_every_ranks_error(pools):

@@ -165,6 +165,40 @@ def other_ends(rank):
     return after_an_error(*language_model(2), [[*prompt[:-1], rank + 4] for prompt in PROMPTS], prompt_slices=2)
 
 
+def other_last_prompts(rank):
+    """Rank 1 is called with another last prompt, which the last microbatch has."""
+    return after_an_error(*language_model(2), [*PROMPTS[:-1], [rank + 4]])
+
+
+def other_arguments(rank, arguments, same):
+    """Rank 1 is called with other arguments than rank 0: both errors, and the tokens of a call with the same ones."""
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 2), 4)
+    own = pipeline.params_on(params, plan, handler())
+
+    def tokens(rng=None, **options):
+        run = fpipe.generator(pipeline, plan, handler=handler(), **options)
+        return run(own, PROMPTS, rng=rng)
+
+    try:
+        tokens(**{**same, **arguments[rank]})
+    except Exception as error:
+        return type(error).__name__, str(error), tokens(**same)
+
+
+def other_seeds_in_the_next_call(rank):
+    """Where inputs are of the same kind as before, rank 0 sends values before it knows what rank 1 was called with."""
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 2), 4)
+    run = fpipe.generator(pipeline, plan, handler=handler(), max_new_tokens=4, autodiff="eager")
+    own = pipeline.params_on(params, plan, handler())
+    first = run(own, PROMPTS, rng=(7, 1))
+    try:
+        run(own, PROMPTS, rng=(7, 2 + rank))
+    except Exception as error:
+        return str(error), first, run(own, PROMPTS, rng=(7, 1))
+
+
 def too_long_on_one(rank):
     """Rank 1 is called with prompts that are too long."""
     return after_an_error(*language_model(2), [[1] * (LENGTH if rank else 1)])
