@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 from fpipe.costs import Link
 from fpipe.errors import ScheduleError
@@ -80,15 +81,27 @@ class Machine:
     def link(self, size: int, stride: int) -> Link:
         """Return the link of each rank in a ring of `size` ranks that are `stride` apart.
 
-        Of a ring with k ranks on a host, k devices share its way to the next host.
+        Of a ring with k ranks on a host, k devices share its way to the next host. The slowest ring counts.
 
-        >>> [MACHINES["a100"].link(size, stride).bandwidth / 1e9 for size, stride in [(8, 1), (16, 1), (2, 4), (2, 8)]]
-        [300.0, 200.0, 300.0, 25.0]
+        >>> rings = [(8, 1), (16, 1), (2, 4), (2, 8), (3, 1), (12, 1)]
+        >>> [MACHINES["a100"].link(size, stride).bandwidth / 1e9 for size, stride in rings]
+        [300.0, 200.0, 300.0, 25.0, 25.0, 100.0]
         """
-        if self.on_host % (size * stride) == 0:
+        together = self.together(size, stride)
+        if together == size:
             return self.inside
-        together = max(1, self.on_host // stride)
         return Link(self.between.latency, min(self.inside.bandwidth, together * self.between.bandwidth))
+
+    def together(self, size: int, stride: int) -> int:
+        """Return how many ranks of a ring are on a host: of all rings and hosts, the fewest.
+
+        The ring of ranks 6, 7 and 8 has one rank on the second host of eight devices, though the one before it has
+        three on the first.
+
+        >>> MACHINES["a100"].together(3, 1), MACHINES["a100"].together(4, 2)
+        (1, 4)
+        """
+        return max(1, gcd(size * stride, self.on_host) // stride)
 
 
 def gathering(link: Link, size: int, nbytes: float) -> float:
@@ -112,7 +125,7 @@ def exchanging(machine: Machine, size: int, stride: int, nbytes: float) -> float
     >>> exchanging(a100, 16, 1, 16e9) == 7 * (a100.inside.latency + 1 / 300) + 8 * (a100.between.latency + 1 / 25)
     True
     """
-    together = min(size, max(1, machine.on_host // stride))
+    together = machine.together(size, stride)
     peers = ((together - 1, machine.inside), (size - together, machine.between))
     return sum(count * (link.latency + nbytes / size / link.bandwidth) for count, link in peers)
 
