@@ -32,19 +32,9 @@ Rows = list[list[int]]  # words of slots, by rank
 Late = tuple[float, float]  # the time of a weight gradient, and the memory that it frees
 
 
-class Step(NamedTuple):
-    """A forward or an input gradient, in place.
-
-    Args:
-        grows: how much more its rank holds after it.
-        late: its weight gradient.
-        hops: to readers on other ranks: slot, rank, edge, time on the edge, latency.
-    """
-
-    time: float
-    grows: float
-    late: Late | None
-    hops: tuple[tuple[int, int, int, float, float], ...]
+# A forward or an input gradient, in place: time, what more its rank holds after it, its weight gradient, and hops
+# to readers on other ranks (slot, rank, edge, time on it, latency). A plain tuple, since it is unpacked faster.
+Step = tuple[float, float, Late | None, tuple[tuple[int, int, int, float, float], ...]]
 
 
 class State(NamedTuple):
@@ -52,17 +42,16 @@ class State(NamedTuple):
 
     Args:
         turns: the ranks that may go on.
+        so_far: when each is free, what it holds, and how many of its weight gradients have run.
         spare: for how much longer each may wait.
-        late, taken: weight gradients, and how many have run.
+        late: weight gradients.
         starts: of the passes that have run.
     """
 
     at: list[int]
-    free: list[float]
+    so_far: list[tuple[float, float, int]]
     began: list[float]
-    held: list[float]
     spare: list[float]
-    taken: list[int]
     turns: list[int]
     sent: list[float]
     missing: list[int]
@@ -73,11 +62,9 @@ class State(NamedTuple):
     def copy(self) -> State:
         return State(
             self.at[:],
-            self.free[:],
+            self.so_far[:],
             self.began[:],
-            self.held[:],
             self.spare[:],
-            self.taken[:],
             self.turns[:],
             self.sent[:],
             self.missing[:],
@@ -121,8 +108,8 @@ class Player:
                     self._tie(event.slot, reader)
                 else:
                     self.sources[reader].append(event.slot)
-        self.steps = [
-            Step(
+        self.steps: list[Step] = [
+            (
                 event.time,
                 event.grows,
                 event.late and event.late[:2],
@@ -135,13 +122,11 @@ class Player:
         ranks, size = filling.plan.ranks, len(events)
         self.begin = State(
             at=[0] * ranks,
-            free=[0.0] * ranks,
+            so_far=[(0.0, 0.0, 0)] * ranks,
             began=[0.0] * ranks,
-            held=[0.0] * ranks,
             spare=[target - busy + ROUNDING * target for busy in filling.busy],
-            taken=[0] * ranks,
             turns=[*range(ranks)],
-            sent=[0.0] * (1 + max((hop[2] for step in self.steps for hop in step.hops), default=0)),
+            sent=[0.0] * (1 + max((hop[2] for *_, hops in self.steps for hop in hops), default=0)),
             missing=[*map(len, self.sources)],
             ready=[0.0] * size,
             starts=[0.0] * size,
@@ -174,15 +159,16 @@ class Player:
             least: what is spare of a rank's waits at the end; negative where the target is exceeded.
             states: to which those of this play are added.
         """
-        at, free, began, held, spare, taken, turns, sent, missing, ready, starts, late = state = state.copy()
-        steps, every = self.steps, max(1, len(self.steps) // STATES)
+        at, so_far, began, spare, turns, sent, missing, ready, starts, late = state = state.copy()
+        steps, limits, every = self.steps, self.limits, max(1, len(self.steps) // STATES)
         mark = left if states is not None else -1
         while turns:
             if states is not None and left <= mark:
                 states[left], mark = state.copy(), left - every
             rank = turns.pop()
-            first, now, holds, limit = at[rank], free[rank], held[rank], self.limits[rank]
-            queue, run, n = late[rank], taken[rank], first
+            first, limit, queue = at[rank], limits[rank], late[rank]
+            now, holds, run = so_far[rank]
+            n = first
             for slot in rows[rank][first:]:
                 if missing[slot]:
                     break
@@ -223,14 +209,16 @@ class Player:
                     arrival += latency
                     if arrival > ready[reader]:
                         ready[reader] = arrival
-                    missing[reader] -= 1
-                    if not missing[reader]:
+                    missing[reader] = lacks = missing[reader] - 1
+                    if not lacks and not missing[rows[other][at[other]]]:
                         turns.append(other)
             left -= n - first
-            at[rank], free[rank], held[rank], taken[rank] = n, now, holds, run
+            at[rank], so_far[rank] = n, (now, holds, run)
         if left:
             return None
-        ends = [now + sum([took for took, _ in late[rank][taken[rank] :]]) for rank, now in enumerate(free)]
+        ends = [
+            now + sum([took for took, _ in weights[run:]]) for (now, _, run), weights in zip(so_far, late, strict=True)
+        ]
         return Played([end - start for end, start in zip(ends, began, strict=True)], ready, starts, states or {})
 
 
@@ -276,7 +264,7 @@ class _Round:
 
     def run(self, bound: float, budget: int) -> None:
         """Move passes, at a temperature that falls with the number of passes that have been played."""
-        hot = HOT * sum(step.time for step in self.player.steps) / self.size
+        hot = HOT * sum(time for time, *_ in self.player.steps) / self.size
         left = budget
         while left > 0 and self.least > bound * ROUNDED:
             left -= self._move(hot * left / budget)
