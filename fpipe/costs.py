@@ -35,6 +35,8 @@ OF_SLICES = {*PIECES.values(), *COLLECTIVES_OF.values(), "recompute", *SIZES - {
 BY_DEFAULT = {
     "backward": ("backward_input", "backward_weight"),
     "recompute": ("forward",),
+    "prefill": ("forward",),
+    "decode": ("forward",),
     "gathered": ("parameters",),
     "gradients": ("gathered",),
     "carry_gradient": ("carry",),
@@ -145,6 +147,8 @@ class Costs:
         offload, fetch: the cost of an `Offload`, a copy of a microbatch's residuals to the host, and of a `Fetch`, the
             copy back: a time, or a `Link`, over which their bytes go.
         recompute: time of a `Recompute`; by default that of a forward.
+        prefill, decode: times of a `Prefill`, of the prompts of a microbatch or of one slice of these, and of a
+            `Decode`, of one token of each; by default that of a forward.
         replicas: how many there are, for a `Link` of `gather` or `scatter`; by default those of the plan.
         shards: over how many of them parameters are sharded, if these are fewer, as where others have other experts.
         update: time of an optimizer's update of a stage's parameters.
@@ -210,6 +214,8 @@ class Costs:
     carry_gradient: PerStage | None = None
     prepared: PerStage = 0.0
     slice_scale: Sequence[float] | Mapping[str, Sequence[float] | Sequence[Sequence[float]]] = ()
+    prefill: PerStage | None = None
+    decode: PerStage | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -661,7 +661,7 @@ TABLE = Table(
         ),
         Prefill: Row(
             *(_hidden, _next_hidden),
-            time=_cost("forward"),
+            time=_cost("prefill"),
             work=FORWARD,
             ordered=False,
             letter="P",
@@ -670,7 +670,7 @@ TABLE = Table(
         ),
         Decode: Row(
             *(_hidden, _next_hidden),
-            time=_cost("forward"),
+            time=_cost("decode"),
             work=FORWARD,
             ordered=False,
             letter="D",

@@ -45,7 +45,8 @@ def _recut(costs: Costs, stages: int, into: int) -> Costs:
 
 def _spreadable(costs: Costs) -> dict[str, Any]:
     """Return the times and sizes that the parts of a stage have their shares of, by name."""
-    times = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", *OVER_HOST_LINK)
+    backward = ("backward_input", "backward_weight", "backward", "overlap")
+    times = ("forward", *backward, "recompute", "prefill", "decode", *OVER_HOST_LINK)
     names = (*times, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED, *OVER_REPLICAS)
     each = {name: getattr(costs, name) for name in names}
     return {name: cost for name, cost in each.items() if cost is not None and not isinstance(cost, Link)}

@@ -16,7 +16,7 @@ from fpipe.plan import Edges, Placement, Plan
 from fpipe.schedules.cuts import existing
 from fpipe.schedules.slice_costs import of_each_slice, over_slices
 
-TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute")
+TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlap", "recompute", "prefill", "decode")
 SUMMED = (*TIMES, *OVER_HOST_LINK, *OVER_REPLICAS, "residuals", "deferred", "carry", "carry_gradient", *UNSCALED)
 HALVES = (BackwardInput, BackwardWeight)
 NEGLIGIBLE = 0.01  # the time of an input gradient that is none, in those of a mean layer's

@@ -24,6 +24,7 @@ from fpipe.effects import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Decode,
     Effect,
     Fetch,
     Forward,
@@ -31,6 +32,7 @@ from fpipe.effects import (
     Name,
     Offload,
     Overlap,
+    Prefill,
     Recompute,
     Recv,
     Scatter,
@@ -378,7 +380,7 @@ class Measurement:
     def costs(self) -> Costs:
         """Return measured costs in seconds: medians for each kind of effect and stage, and for each edge's transfers.
 
-        Of slices, the means of their medians, with the factors of each as `slice_scale`.
+        Of slices, the means of their medians, with the factors of each as `slice_scale`; of slices of prompts without.
         For transfers, gathers, scatters and copies, the median of those waited for; if none was, the smallest upper
         bound. A kind that a stage never ran costs 0, so use these costs to `simulate` the same schedule.
         """
@@ -387,7 +389,8 @@ class Measurement:
             for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
                 if self._computes(effect) or type(effect) not in TABLE.effects:
                     part = parts(effect)[0]
-                    taken[type(effect), getattr(part, "stage", 0)][slice_of(part)].append(end - start)
+                    number = part.token if isinstance(part, Prefill) else slice_of(part)
+                    taken[type(effect), getattr(part, "stage", 0)][number].append(end - start)
         stages, slices = range(self.plan.stages), range(self.plan.slices)
 
         def medians(kind: type, stage: int) -> dict[int, float]:
@@ -400,9 +403,11 @@ class Measurement:
             means = times(kind)
             return [relative([medians(kind, s).get(t, means[s]) for t in slices], means[s]) for s in stages]
 
-        timed = dict(PIECES)
-        if any(times(Recompute)):
-            timed[Recompute] = "recompute"
+        def times_of_some(kind: type) -> list[float] | None:
+            return times(kind) if any(times(kind)) else None
+
+        again = times_of_some(Recompute)
+        timed = PIECES if again is None else {**PIECES, Recompute: "recompute"}
         extra = sorted({kind for kind, _ in taken if kind not in TABLE.effects}, key=lambda kind: kind.__name__)
         return Costs(
             forward=times(Forward),
@@ -416,7 +421,9 @@ class Measurement:
             update=times(Update),
             offload=self._lane_times(Offload),
             fetch=self._lane_times(Fetch),
-            recompute=times(Recompute) if Recompute in timed else None,
+            recompute=again,
+            prefill=times_of_some(Prefill),
+            decode=times_of_some(Decode),
             slice_scale={name: factors(kind) for kind, name in timed.items()} if len(slices) > 1 else (),
             replicas=self.plan.replicas,
             extra={kind: times(kind) if "stage" in fields_of(kind) else times(kind)[0] for kind in extra},

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 
 import fpipe
-from fpipe import Batch, Cache, Output, Pipeline, Placement, Stage, handlers
+from fpipe import Batch, Cache, Output, Pipeline, Placement, Recording, Stage, autoregressive, handlers, lower
 from fpipe.handlers.distributed.connections import Connections
 from tests.support.jobs import handler
 
@@ -82,6 +83,18 @@ def of_several_lengths(rank, prompts):
     run = fpipe.generator(pipeline, plan, handler=handler(), max_new_tokens=4, prompt_slices=2)
     own = pipeline.params_on(params, plan, handler())
     return [run(own, each) for each in prompts]
+
+
+def observed(rank, tokens):
+    """The tokens of a call, those of a call that is recorded, and the measurement of all ranks."""
+    pipeline, params = language_model(2)
+    plan = pipeline.plan(cut(pipeline, 2), 4)
+    recording = Recording(lower(autoregressive, replace(plan, tokens=tokens)))
+    own, found = pipeline.params_on(params, plan, handler()), []
+    for observe in (None, recording):
+        options = {"max_new_tokens": tokens, "eos_token_id": (), "observe": observe}
+        found.append(fpipe.generator(pipeline, plan, handler=handler(), **options)(own, PROMPTS))
+    return (*found, fpipe.gather(recording))
 
 
 def signatures_sent(rank, tokens):
