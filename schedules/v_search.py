@@ -38,7 +38,9 @@ NEAR = 30  # blocks near the best ones
 FINALISTS = 4
 ROUNDS, PLAYED = 2, 800_000  # of annealing, at about half a microsecond for each pass that is played
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
+SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
+GAIN_OF_MORE = 1.01  # times that many moves make it faster than few, where that mattered
 CLOSE = 1.05  # times the least cost, up to which a candidate is worth a second look
 
 
@@ -80,14 +82,19 @@ def ordered(schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Or
 def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:
     """Return the fastest order that is found with so many chunks in flight on a rank, or with fewer.
 
-    Annealing takes most of the time, so limits under which other orders are much slower are left out.
+    A lower limit is left out if its orders, without moves or after few, are slower than more moves make up for; at the
+    second one that is so without moves, the search ends.
     """
-    best, most = _annealed_within(plan, costs, chunks), 2 * plan.ranks
+    best, most, slower = _annealed_within(plan, costs, chunks), 2 * plan.ranks, 0
     step = -(-most // LIMITS)
     for fewer in range((chunks - 1) // step * step, 1, -step) if chunks <= most else (most,):
         if lower_bound(plan, costs, fewer / 2) >= best.cost * (1 - ROUNDING):
             break
-        if _searched(plan, costs, fewer).best.cost < best.cost * GAIN:
+        if _searched(plan, costs, fewer).best.cost >= best.cost * GAIN:
+            slower += 1
+            if slower == SLOWER:
+                break
+        elif order_within(plan, costs, fewer).cost < best.cost * GAIN_OF_MORE:
             best = min(best, _annealed_within(plan, costs, fewer), key=lambda filled: filled.cost)
     return best
 
