@@ -52,7 +52,8 @@ def offload(limit_bytes: float, costs: Costs, *, slower: float = 0.0, recompute:
     Args:
         limit_bytes: bytes that a rank has, for all that `fpipe.footprint` counts.
         costs: sizes and times, those of `Offload` and `Fetch` among them; from `fpipe.profile`, or your own.
-        slower: how much longer the simulated step may take, as a share of it: 0.05 for 5 %. By default none.
+        slower: how much longer the simulated step may take, as a share of it: 0.05 for 5 %. By default none. It holds
+            for `Timeline.makespan` and for `Timeline.cost`, by which a step of a loop without a barrier takes longer.
         recompute: whether residuals may also be recomputed: where a rank waits, then where `slower` allows it.
 
     Raises:
@@ -100,11 +101,11 @@ class Offloading:
             for rank, completions in enumerate(completions_by_rank(programs))
         ]
         tight = max(range(plan.ranks), key=lambda rank: max(ranks[rank].totals, default=0.0))
-        least, longest = max(ranks[tight].totals, default=0.0), (1 + self.slower) * timeline.makespan
-        for ways in self._ways(timeline.makespan):
+        least = max(ranks[tight].totals, default=0.0)
+        for ways in self._ways(timeline.cost):
             results = [rank.within(self.limit_bytes, ways) for rank in ranks]
             moved = {rank: result.program for rank, result in enumerate(results)}
-            if simulate_programs(moved, costs).makespan > longest * (1 + ROUNDING):
+            if self._is_too_slow(simulate_programs(moved, costs), timeline):
                 continue
             most = max(range(plan.ranks), key=lambda rank: results[rank].peak)
             if results[most].peak <= self.limit_bytes * (1 + ROUNDING):
@@ -115,9 +116,14 @@ class Offloading:
             f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out()}"
         )
 
-    def _ways(self, makespan: float) -> Iterator[_Ways]:
+    def _is_too_slow(self, moved: Timeline, before: Timeline) -> bool:
+        """Whether a step takes longer than asked, with a barrier after it or in a loop without one."""
+        most = (1 + self.slower) * (1 + ROUNDING)
+        return moved.makespan > most * before.makespan or moved.cost > most * before.cost
+
+    def _ways(self, cost: float) -> Iterator[_Ways]:
         for share in SHARES if self.slower else SHARES[:1]:
-            delay = share * self.slower * makespan
+            delay = share * self.slower * cost
             for again in dict.fromkeys((0.0, delay)) if self.recompute else (None,):
                 yield _Ways(delay, again, waits=True)
                 yield _Ways(delay, again, waits=False)
