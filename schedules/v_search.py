@@ -107,8 +107,9 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
-    """Return the order that many moves lead to."""
-    return _searched(plan, costs, chunks).annealed(ROUNDS, PLAYED)
+    """Return the faster of the orders that few and many moves lead to."""
+    many = _searched(plan, costs, chunks).annealed(ROUNDS, PLAYED)
+    return min(many, order_within(plan, costs, chunks), key=lambda filled: filled.cost)
 
 
 @lru_cache(maxsize=LIMITS)

@@ -215,6 +215,11 @@ BEST = {
 }
 
 
+def test_few_moves_may_lead_further_than_many():
+    plan, costs = v(4, 12), Costs(2, 3, 1, communication=0.5)
+    assert simulate(v_auto(plan, costs, 2), plan, costs).cost == 221
+
+
 @one_in(4)
 @pytest.mark.parametrize(("p", "times"), sample([*BEST], [(p, times) for p, times in BEST if p < 4]))
 def test_every_limit_has_the_best_known_order(p, times):
