@@ -11,7 +11,7 @@ from fpipe.programs.residence import Residence
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
 from fpipe.schedules.v_orders import half, half_orders, min_orders, third
-from fpipe.schedules.v_search import best_order, filled_blocks, order_within, ordered
+from fpipe.schedules.v_search import annealed_blocks, best_order, ordered
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
 from fpipe.schedules.work import Room, Words, Work, table
 
@@ -101,11 +101,11 @@ def v_auto(
 
     def order(room: Room) -> Words:
         chunks = _chunks(plan, min(limit, *whole_microbatches(plan, room)))
-        whole = order_within(plan, costs, chunks).words
+        whole = best_order(plan, costs, chunks).words
         if memory_limit is not None or room.deferred == room.residuals:
             return whole
         chunks = min(2 * plan.microbatches, *room.fitting(plan, room.residuals))
-        return filled_blocks(Work.of(plan, costs), room, chunks, whole)
+        return annealed_blocks(Work.of(plan, costs), room, chunks, whole)
 
     return within_bytes(plan, costs, memory_limit_bytes, resident, order)
 

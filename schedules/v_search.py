@@ -306,8 +306,8 @@ class _Player:
         return [[played.starts[slot] for slot in row] for row in rows] if played else [[] for _ in rows]
 
 
-def filled_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
-    """Return the fastest of words of passes, and of blocks whose weight gradients are filled in within a room.
+def annealed_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
+    """Return what annealing makes of the fastest of words, and of blocks with weight gradients that fit a room.
 
     Args:
         chunks: in flight on a rank, each until its input gradient.
@@ -326,7 +326,7 @@ def filled_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
         for target in (least, best.cost, inf):
             if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
                 best = filling.fill(blocks, target)
-    return best.words
+    return annealed(filling, best, max(filling.busy), ROUNDS).words
 
 
 def _without_weights(order: Order, ranks: int, microbatches: int) -> Words:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, simulate, verify
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, draw, lower, simulate, verify
 from fpipe.effects import BackwardInput, Forward
+from fpipe.programs.footprint import footprint
 from fpipe.schedules import dualpipe_v, lower_bound
 from fpipe.schedules.controllable_memory import v_auto, v_half, v_min
 from fpipe.schedules.periods import periods, stretched
@@ -235,6 +236,14 @@ def test_every_limit_has_the_best_known_order(p, times):
         before = timeline.cost
     more = simulate(v_auto(plan, costs, p + 0.5), plan, costs)
     assert more.cost <= min(before, simulate(dualpipe_v, plan, costs).cost) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("k", "deferred"), [(3, 1), (4, 1), (4, 0.5)])
+def test_chunks_in_bytes_give_orders_as_fast_as_chunks_in_microbatches(k, deferred):
+    plan, costs = v(3, 9), Costs(2, 3, 1, communication=0.5, residuals=1, deferred=deferred)
+    within = v_auto(plan, costs, memory_limit_bytes=k)
+    assert max(account.total for account in footprint(lower(within, plan), costs)) <= k
+    assert simulate(within, plan, costs).cost <= float(BEST[3, (2, 3, 1, 0.5)].split()[k - 2])
 
 
 @pytest.mark.timing
