@@ -60,6 +60,9 @@ def offload(limit_bytes: float, costs: Costs, *, slower: float = 0.0, recompute:
         ScheduleError: `slower` is no share; or, when programs are lowered, a rank can't keep to the limit, with the
             least that can be reached.
 
+    Residuals of slices, and of stages whose parameters are gathered, are moved and never recomputed: the carry of the
+    slice before, or the parameters, may be gone by then.
+
     >>> from fpipe import Costs, Placement, Plan, draw, footprint, lower, schedules
     >>> plan = Plan(Placement.loop(ranks=4), microbatches=6)
     >>> costs = Costs(backward=2, residuals=10, offload=0.5, fetch=0.5)
@@ -113,7 +116,7 @@ class Offloading:
             least, tight = min((least, tight), (results[most].peak, most))
         raise ScheduleError(
             f"rank {tight} can't keep to {format_bytes(self.limit_bytes)}: with residuals moved, the least limit is "
-            f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out()}"
+            f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out(ranks[tight])}"
         )
 
     def _is_too_slow(self, moved: Timeline, before: Timeline) -> bool:
@@ -128,9 +131,10 @@ class Offloading:
                 yield _Ways(delay, again, waits=True)
                 yield _Ways(delay, again, waits=False)
 
-    def _way_out(self) -> str:
+    def _way_out(self, tight: _Rank) -> str:
         ways = ["give that", "allow a slower step (slower=0.1)" if self.slower < 0.1 else "allow a slower step"]
-        ways += [] if self.recompute else ["let residuals be recomputed (recompute=True)"]
+        if not self.recompute and any(map(tight.can_recompute, tight.lives)):
+            ways.append("let residuals be recomputed (recompute=True)")
         return f"{', '.join(ways)}, or take a schedule that needs less (fpipe search --memory-limit-bytes)"
 
 
@@ -310,7 +314,7 @@ class _Rank:
         for life in lives:
             took, numbers = self._took(Recompute, life) * (1 - ROUNDING), range(life.used, at // 2, -1)
             number = next((n for n in numbers if room[n] >= took), life.used)
-            if took - max(0.0, room[number]) > delay or not self._can_recompute(life):
+            if took - max(0.0, room[number]) > delay or not self.can_recompute(life):
                 continue
             due = self.starts[number] - took - (self.room[number] - room[number])
             again = _Away(life, 2 * life.saved + 1, 2 * number, life.bytes - self._inputs(life), due)
@@ -318,8 +322,8 @@ class _Rank:
                 best = again
         return best
 
-    def _can_recompute(self, life: _Life) -> bool:
-        """Return whether what a stage reads is there: no parameters that are gathered for its forward, no carry."""
+    def can_recompute(self, life: _Life) -> bool:
+        """Whether what a stage reads is there: no parameters that are gathered for its forward, no carry."""
         plan = self.program.plan
         return life.name.stage not in plan.gathered and plan.slices == 1
 

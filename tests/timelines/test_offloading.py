@@ -163,6 +163,17 @@ def test_a_schedule_that_moves_residuals_itself_stays():
 
 
 @pytest.mark.parametrize(
+    ("name", "options", "resident"), [("seq-1f1b", {"slices": 2}, None), ("1f1b", {"replicas": 2}, 1)]
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputing_is_no_way_out_for_slices_and_gathered_stages(name, options, resident, recompute):
+    plan, costs = Plan(Placement.loop(4), 8, **options), Costs(residuals=10)
+    with pytest.raises(ScheduleError, match=r"the least limit is .* give that, allow") as refused:
+        lower(name, plan, resident=resident, offload=offload(1, costs, recompute=recompute))
+    assert "recompute" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: offload(0, Costs(residuals=1)), "must be more than 0 bytes"),
