@@ -116,7 +116,8 @@ class Offloading:
             least, tight = min((least, tight), (results[most].peak, most))
         raise ScheduleError(
             f"rank {tight} can't keep to {format_bytes(self.limit_bytes)}: with residuals moved, the least limit is "
-            f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; {self._way_out(ranks[tight])}"
+            f"{format_bytes(least)} ({least:.0f} bytes){'' if self.slower else ' at no time lost'}; "
+            f"{self._way_out(ranks[tight])}"
         )
 
     def _is_too_slow(self, moved: Timeline, before: Timeline) -> bool:
