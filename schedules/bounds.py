@@ -1,6 +1,11 @@
 """Lower bounds of the cost of programs, the largest span of a rank. No torch.
 
-A bound counts passes in microbatch order on each stage, as the verifier demands it.
+Invariants:
+- Forwards and weight gradients run in microbatch order on each stage, as the verifier demands it; input gradients run
+  in any order.
+- Each backward is fused or in halves.
+- Residuals stay on their rank from the forward to the input gradient. A bound with a limit in bytes does not hold for
+  programs that move or recompute them.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import BackwardInput, BackwardWeight, Deferred, Forward, Residuals
 from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
-from fpipe.programs.footprint import check_limit
+from fpipe.programs.footprint import check_limit, lasting_bytes
+from fpipe.schedules.cuts import existing
 from fpipe.schedules.flights import Flights
 from fpipe.schedules.work import FORWARD, INPUT, Room, Work, by_rank
 
@@ -28,12 +34,15 @@ def lower_bound(
     *,
     memory_limit_bytes: float | None = None,
 ) -> float:
-    """Return a lower bound of the cost, the largest of seven.
+    """Return a lower bound of the cost of every program within the limits, the largest of eight bounds.
+
+    Backwards may be fused or in halves. Under a limit in bytes, residuals are neither moved nor recomputed.
 
     Args:
         memory_limit: microbatches in flight on a rank, or on each, from its forward to the end of its backward; a
             chunk counts as its part of the rank's stages.
-        memory_limit_bytes: bytes on a rank, of residuals and deferred values. What slices share counts for none.
+        memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts. The bound gives to residuals and
+            deferred values what parameters and the optimizer's state leave. What slices share counts for none.
 
     - A rank runs all passes of its stages.
     - Between a stage's first forward and its first backward a microbatch travels to the last stage and back; likewise
@@ -43,6 +52,8 @@ def lower_bound(
     - A rank holds at most so many chunks at a time, each at least while its microbatch travels to the last stage and
       back. Likewise, of a chain of stages, for microbatches that are in flight on all chunks of a rank: 2p + 2 half
       microbatches of time on the last rank of a V, which is what counts where the limit is below half of the ranks.
+    - Residuals are on a rank at least while their microbatch travels to the last stage and back, and deferred values
+      during the weight gradient: their bytes times these times, over the bytes that fit.
     - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
       are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
       then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
@@ -59,21 +70,77 @@ def lower_bound(
     >>> lower_bound(Plan(Placement.loop(4), 8), Costs(), memory_limit=4)
     27.0
     """
-    costs.check(plan)
-    check_limit(memory_limit_bytes)
     in_order = plan.slices == 1  # of slices, the backwards are not
-    plan, costs, limits = _as_microbatches(plan, costs, by_rank(plan, memory_limit))
-    flights = Flights(plan, costs)
-    bound = max(flights.travelling(), _published(plan, costs, limits), flights.held(limits))
-    if costs.backward is not None or costs.overlap is not None or not is_chain(plan):
+    flights, limits, rooms = _problem(plan, costs, memory_limit, memory_limit_bytes)
+    plan, costs = flights.plan, flights.costs
+    bound = max(flights.travelling(), _published(plan, costs, limits), _held(flights, limits, rooms))
+    if costs.overlap is not None or not is_chain(plan):
         return bound
-    rooms = []
-    if memory_limit is not None:
-        rooms.append(Room.counted(plan, limits))
-    if memory_limit_bytes is not None:
-        rooms.append(Room.sized(plan, costs, [memory_limit_bytes] * plan.ranks))
-    chain = Chain(Work.of(plan, costs), *rooms)
+    chain = Chain(Work.of(plan, costs), Room.counted(plan, limits), *rooms)
     return max(bound, chain.bound() if in_order else max(chain.waiting(s) for s in range(plan.stages)))
+
+
+def bound_in_any_order(
+    plan: Plan,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    memory_limit_bytes: float | None = None,
+) -> float:
+    """Return a lower bound of the cost that holds in whatever order the factors of microbatches are.
+
+    Args: as of `lower_bound`.
+
+    >>> from fpipe import Placement
+    >>> plan, costs = Plan(Placement.loop(2), 3), Costs(1, 1, 0, scale=[3, 1, 2])
+    >>> lower_bound(plan, costs), bound_in_any_order(plan, costs)
+    (16.0, 12.0)
+    """
+    flights, limits, rooms = _problem(plan, costs, memory_limit, memory_limit_bytes)
+    return max(flights.travelling_in_any_order(), _held(flights, limits, rooms))
+
+
+def _problem(
+    plan: Plan, costs: Costs, limit: float | Sequence[float] | None, limit_bytes: float | None
+) -> tuple[Flights, list[float], list[Room]]:
+    """Return the passes in their least times, the limit of each rank, and the room in bytes if there is a limit."""
+    costs.check(plan)
+    check_limit(limit_bytes)
+    plan, costs, limits = _as_microbatches(plan, costs, by_rank(plan, limit))
+    costs = in_least_halves(plan, costs)
+    rooms = []
+    if limit_bytes is not None:
+        left = [max(0.0, limit_bytes - each) for each in lasting_bytes(plan, costs)]
+        rooms.append(Room.sized(plan, costs, left))
+    return Flights(plan, costs), limits, rooms
+
+
+def _held(flights: Flights, limits: Sequence[float], rooms: Sequence[Room]) -> float:
+    return max(flights.held(limits), *(flights.held_bytes(room.limits) for room in rooms), 0.0)
+
+
+def in_least_halves(plan: Plan, costs: Costs) -> Costs:
+    """Return the costs of backwards in halves that no program with fused backwards, or in halves, costs less than.
+
+    An input gradient takes the least time of itself and a fused backward, and the weight gradient what is then left of
+    the shorter backward; it keeps the less of residuals and deferred values. In any program, each backward can be
+    replaced by such halves inside its time: halves each at the end of theirs, or both at the end of a fused one. No
+    half is longer than the one it replaces, nor both than the fused backward. So every gradient is there as early as
+    before, and at no time is there more memory: the program costs as much, and is one of halves alone.
+
+    >>> from fpipe import Placement
+    >>> costs = in_least_halves(Plan(Placement.loop(2), 1), Costs(1, [2, 5], 3, backward=4, residuals=1, deferred=3))
+    >>> costs.backward_input, costs.backward_weight, costs.deferred
+    ((2.0, 4.0), (2.0, 0.0), (1.0, 1.0))
+    """
+    costs, stages = existing(costs, plan), range(plan.stages)
+    plain = replace(costs, scale=(), sizes=())
+    apart = [(plain.time(BackwardInput(s, 0)), plain.time(BackwardWeight(s, 0))) for s in stages]
+    fused = [plain.at("backward", BackwardInput(s, 0)) for s in stages]
+    inputs = [min(by_input, whole) for (by_input, _), whole in zip(apart, fused, strict=True)]
+    weights = [min(sum(halves), fused[s]) - inputs[s] for s, halves in enumerate(apart)]
+    sizes = [(plain.at("residuals", Residuals(s, 0)), plain.at("deferred", Deferred(s, 0))) for s in stages]
+    return replace(costs, backward_input=inputs, backward_weight=weights, backward=None, deferred=[*map(min, sizes)])
 
 
 def _as_microbatches(plan: Plan, costs: Costs, limits: list[float]) -> tuple[Plan, Costs, list[float]]:
@@ -120,7 +187,7 @@ def _published(plan: Plan, costs: Costs, limits: Sequence[float]) -> float:
     )
     times = {costs.time(each) for each in passes}
     two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
-    plain = costs.backward is None and costs.overlap is None and costs.communication == 0
+    plain = costs.overlap is None and costs.communication == 0
     limit = max(limits)
     if limit == inf or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
         return 0.0
@@ -137,6 +204,8 @@ def is_chain(plan: Plan) -> bool:
 
 class Chain:
     """A chain of stages, one on each rank, and the numbers of microbatches that fit its rank.
+
+    Input gradients come in any order, so that the first and the last one on a rank may be those of any microbatch.
 
     Args:
         residuals, deferred: by stage, the most residuals and the most deferred values that fit.
@@ -158,6 +227,10 @@ class Chain:
             hops = [hop for hop in work.hops[at] if hop.edge] if s else []
             more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire for hop in hops)
             self._sums[kind].append([a + b for a, b in zip(self._sums[kind][-1], more, strict=True)])
+        kinds = zip(self.scale, self.sizes, strict=True)
+        self._unlike = [*{kind: m for m, kind in enumerate(kinds)}.values()]
+        self._least = [*map(self._without_waits, range(count))]
+        self._gradient = [self._until_gradient(s, s + 1) if s + 1 < count else 0.0 for s in range(count)]
 
     def _way(self, kind: int, first: int, last: int, microbatch: int) -> float:
         """Return the time of a microbatch's passes of a kind on the stages after the first one, with transfers."""
@@ -165,33 +238,50 @@ class Chain:
         time, latency, wire = (b - a for a, b in zip(sums[first + 1], sums[last + 1], strict=True))
         return time * self.scale[microbatch] + latency + wire * self.sizes[microbatch]
 
-    def way(self, first: int, last: int, microbatch: int) -> float:
-        """Return the time of a microbatch from the end of a stage's forward to its input gradient, over later ones."""
-        return self._way(FORWARD, first, last, microbatch) + self._way(INPUT, first, last, microbatch)
+    def _until_gradient(self, stage: int, last: int) -> float:
+        """Return the time from a stage's first forward to its first gradient, over the later stages up to one."""
+        back = min(self._way(INPUT, stage, last, i) for i in self._unlike)
+        return self._way(FORWARD, stage, last, 0) + back
 
     def least(self, stage: int) -> float:
         """Return the cost, if the stage's rank waits only for what is late at the end."""
-        m, last = self.microbatches, self.scale[-1]
+        return self._least[stage]
+
+    def _without_waits(self, stage: int) -> float:
+        m = self.microbatches
         busy = sum(self.scale) * (self.forward[stage] + self.inputs[stage] + self.weight[stage])
         if not stage:
             return busy
         begun = self._way(FORWARD, 0, stage, 0) + (self.forward[0] - self.forward[stage]) * self.scale[0]
-        ended = self._way(INPUT, 0, stage, m - 1) + (self.inputs[0] - self.inputs[stage]) * last
+        more = self.inputs[0] - self.inputs[stage]
+        ended = min(self._way(INPUT, 0, stage, i) + more * self.scale[i] for i in self._unlike)
         left = sum(self.scale[m - self.deferred[stage] :]) * self.weight[stage]
-        return busy + max(0.0, begun + ended + last * self.weight[0] - left)
+        return busy + max(0.0, begun + ended + self.scale[-1] * self.weight[0] - left)
 
     def waiting(self, stage: int) -> float:
         """Return the cost, if its rank also waits for its first gradient, after all forwards that fit."""
         run = sum(self.scale[1 : self.residuals[stage]]) * self.forward[stage]
-        return self.least(stage) + max(0.0, self.way(stage, self.count - 1, 0) - run)
+        return self.least(stage) + max(0.0, self._until_gradient(stage, self.count - 1) - run)
 
     def rate(self, stage: int) -> float:
-        """Return the cost, if the stage begins a microbatch when one that was in memory has ended."""
+        """Return the cost, if the stage begins a microbatch when one that was in memory has ended.
+
+        Where an input gradient ends it, that may be any of those in memory.
+        """
         m, scale, fits = self.microbatches, self.scale, self.residuals[stage]
-        first, own = (m - 1) % fits, self.forward[stage] + self.inputs[stage]
-        ways = (scale[i] * own + self.way(stage, self.count - 1, i) for i in range(first, m, fits))
+        first, window = (m - 1) % fits, 1 if self.is_whole or len(self._unlike) == 1 else fits
+
+        def until_end(begun: int) -> float:
+            times, forwards = list[float](), 0.0
+            for i in range(begun, min(begun + window, m)):
+                forwards += scale[i] * self.forward[stage]
+                way = self._way(FORWARD, stage, self.count - 1, i) + self._way(INPUT, stage, self.count - 1, i)
+                times.append(forwards + way + scale[i] * self.inputs[stage])
+            return min(times)
+
         ends = sum(scale[first:m:fits]) if self.is_whole else scale[-1]
-        return sum(scale[:first]) * self.forward[stage] + sum(ways) + ends * self.weight[stage]
+        ways = sum(until_end(i) for i in range(first, m, fits))
+        return sum(scale[:first]) * self.forward[stage] + ways + ends * self.weight[stage]
 
     def ahead(self, cost: float, pace: Sequence[float] | None = None) -> tuple[list[int], bool]:
         """Return by stage the fewest forwards before the first gradient with which no rank waits too long, or as many
@@ -204,7 +294,7 @@ class Chain:
         counts, fits, begin = [1] * self.count, True, 0.0  # of the first gradient, after the end of the first forward
         pace = pace or self.forward
         for s in range(self.count - 1, -1, -1):
-            begin += self.way(s, s + 1, 0) if s + 1 < self.count else 0.0
+            begin += self._gradient[s]
             spare, run, n = cost * (1 + ROUNDING) - self.least(s), 0.0, 1
             while n < self.residuals[s] and begin - run > spare:
                 run += pace[s] * self.scale[n]

@@ -91,9 +91,19 @@ def least_bytes(plan: Plan, costs: Costs) -> list[float]:
 
     It is no more than the account of any of them: of live values it counts gathered parameters alone.
     """
+    return [min(_least(way, rank, costs) for way in _ways(plan)) for rank in range(plan.ranks)]
+
+
+def lasting_bytes(plan: Plan, costs: Costs) -> list[float]:
+    """Return by rank the parameters and the optimizer's state, which are there at all times in every such program."""
+    trained = [stage for stage in range(plan.stages) if plan.is_trained(stage)]
+    return [min(sum(_of_parameters(way, rank, trained, costs)) for way in _ways(plan)) for rank in range(plan.ranks)]
+
+
+def _ways(plan: Plan) -> list[Plan]:
+    """Return the plan with parameters as they are, and with all of them sharded where there are replicas."""
     gathered = replace(plan, gathered=frozenset(range(plan.stages)))
-    ways = [plan, gathered] if plan.replicas > 1 else [plan]
-    return [min(_least(way, rank, costs) for way in ways) for rank in range(plan.ranks)]
+    return [plan, gathered] if plan.replicas > 1 else [plan]
 
 
 def _least(plan: Plan, rank: int, costs: Costs) -> float:

@@ -103,9 +103,9 @@ def test_a_bound_of_stages_on_ranks_unevenly_is_no_higher_than_what_is_found():
         # The busiest rank.
         (Plan(Placement.loop(2), 8), Costs(forward=[1, 2]), None, 32),
         # Rank 0 runs no backward before its first forward, that of stage 1 and the way back: 1 + 1 + 5, then 3 * 5.
-        (Plan(Placement.loop(2), 3), Costs(1, 5, 0, backward=5), None, 22),
+        (Plan(Placement.loop(2), 3), Costs(1, 5, 0, overlap=6), None, 22),
         # It runs the last of 3 forwards before the way to stage 1 and back: 3 * 5 + 5 + 1, then its own backward, 1.
-        (Plan(Placement.loop(2), 3), Costs(5, 1, 0, backward=1), None, 22),
+        (Plan(Placement.loop(2), 3), Costs(5, 1, 0, overlap=6), None, 22),
         # max(6m, 6m + 6p - 3k - 1), two chunks on each rank, k half microbatches.
         (Plan(Placement.v(4), 8), Costs(), 2, 48 + 24 - 12 - 1),
         (Plan(Placement.v(4), 8), Costs(2, 2, 2), 2, 2 * (48 + 24 - 12 - 1)),
@@ -114,6 +114,7 @@ def test_a_bound_of_stages_on_ranks_unevenly_is_no_higher_than_what_is_found():
         (Plan(Placement.v(4), 8), Costs(1, 1, 2), 2, 64),
         # Rank 1 begins after a forward, and rank 0 ends with the input gradient that comes last: 1 + 3 * 6 + 5.
         (Plan(Placement.loop(2), 3), Costs(1, 5, 0), None, 24),
+        (Plan(Placement.loop(2), 3), Costs(1, 5, 0, backward=5), None, 24),
         # A microbatch's two chunks are in flight for 4p + 4 in all, on each rank, and for the transfers.
         (Plan(Placement.v(4), 8), Costs(), 1, 8 * (16 + 4) / 2),
         (Plan(Placement.v(5), 20), Costs(communication=0.5), 2, 20 * (20 + 4 + 8) / 4),
@@ -129,8 +130,8 @@ def test_a_bound_of_stages_on_ranks_unevenly_is_no_higher_than_what_is_found():
         # Rank 1 fills the 5 until its first gradient with forwards of 2, and waits 1, or is late by 1; then rank 0,
         # with 5 forwards for 10, waits 1.
         (Plan(Placement.loop(3), 12), Costs(2, 3, 2), 6, 12 * 7 + 1),
-        # Factors of microbatches: rank 1 works for 20, after the first one's forward, before the last one's gradient.
-        (Plan(Placement.loop(2), 4), Costs(1, 1, 0, scale=[1, 2, 3, 4]), None, 20 + 1 + 4),
+        # Factors of microbatches: rank 1 works for 20, after the first one's forward, before the least gradient.
+        (Plan(Placement.loop(2), 4), Costs(1, 1, 0, scale=[1, 2, 3, 4]), None, 20 + 1 + 1),
         (Plan(Placement.loop(2), 2), Costs(scale=[1, 2]), 1, 5 + 10),
         # An overlap that hides the forward takes work off every rank.
         (Plan(Placement.v(2), 8), Costs(1, 1, 1, overlap=2), None, 32),
@@ -143,8 +144,10 @@ def test_the_bound(plan, costs, limit, bound):
 def test_the_bound_in_bytes_counts_what_an_input_gradient_leaves():
     plan, costs = Plan(Placement.loop(4), 8), Costs(residuals=2, deferred=1)
     assert lower_bound(plan, costs, memory_limit_bytes=8) == 24 + 6 - 3
-    assert lower_bound(plan, costs, memory_limit_bytes=4) == 1 + 4 * 8 + 1
-    assert lower_bound(plan, costs, memory_limit_bytes=2) == 8 * 8 + 1
+    assert lower_bound(plan, costs, memory_limit_bytes=5) == 1 + 4 * 8 + 1
+    # Residuals are on rank 0 for 8 of a microbatch, and deferred values for 1: (8 * 2 + 1) * 8 over the bytes.
+    assert lower_bound(plan, costs, memory_limit_bytes=4) == 17 * 8 / 4
+    assert lower_bound(plan, costs, memory_limit_bytes=2) == 17 * 8 / 2
 
 
 @pytest.mark.parametrize("k", [3, 4, 6])
