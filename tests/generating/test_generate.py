@@ -29,7 +29,7 @@ from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.generating.choice import Choice, _chosen
 from fpipe.interop.transformers import split, split_with_cache
-from tests.support.combinations import combined, one_in, thorough
+from tests.support.combinations import PAIRS, combined, one_in, thorough
 from tests.support.fault_jobs import blamed
 from tests.support.generate_jobs import (
     PROMPTS,
@@ -56,7 +56,7 @@ WORDS = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
 GPT2 = {**WORDS, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
 LLAMA = {**WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
-AT = {"gpt2": ["transformer.h.1"], "llama": ["model.layers.1"]}
+AT = {"llama": ["model.layers.1"], "gpt2": ["transformer.h.1"]}
 LENGTH = 24
 
 
@@ -84,7 +84,7 @@ def prompts(count, length=6):
     return {"input_ids": ids.where(mask, 0), "attention_mask": mask.long()}
 
 
-EOS = [(), (5,), (7, 11)]
+EOS = [(5,), (), (7, 11)]
 
 
 @one_in(3)
@@ -111,14 +111,20 @@ def test_prompts_in_slices_have_the_tokens_of_the_model(kind):
     assert torch.equal(fpipe.generate(pipeline, params, given, plan, **options), reference)
 
 
-@thorough
+@one_in(2)
 @pytest.mark.parametrize("kind", AT)
 def test_gloo_gives_the_models_tokens(kind, pools):
     model, pipeline, params = language_of(kind)
     given = prompts(4)
     reference = model.generate(**given, max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=[5])
     rows = [row[mask.bool()].tolist() for row, mask in zip(*given.values(), strict=True)]
-    whole = pipeline, params, 2, rows, None, {"max_new_tokens": 9, "eos_token_id": 5, "tokens_per_program": 4}
+    options = {
+        "max_new_tokens": 9,
+        "eos_token_id": 5,
+        "tokens_per_program": 4,
+        "autodiff": "auto" if PAIRS else "eager",
+    }
+    whole = pipeline, params, 2, rows, None, options
     length = max(map(len, rows))
     for found in pools(2).run(generated, *whole):
         assert torch.equal(found, reference[:, 6 - length :])
