@@ -29,6 +29,7 @@ from fpipe.schedules.cuts import existing, recut_for, recut_trained
 from fpipe.schedules.found import Found, best_of
 from fpipe.schedules.grouping import Grouping, times_of
 from fpipe.schedules.partitions import Partition, balanced, blocks, even, levelled
+from fpipe.schedules.slice_costs import of_each_slice
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.timeline import Timeline
 
@@ -62,10 +63,8 @@ class Space:
 
     @property
     def units(self) -> float:
-        """How many times a step takes the time of a layer's passes: microbatches and their slices, by their factors."""
-        factors = self.costs.slice_scale
-        slices = sum(factors) if isinstance(factors, tuple) and factors else self.plan.slices
-        return (sum(self.costs.scale) or self.plan.microbatches) * slices
+        """How many times a step takes the time of a layer's passes for a microbatch: by the microbatches' factors."""
+        return sum(self.costs.scale) or self.plan.microbatches
 
     def report(self, name: str) -> None:
         """Report a candidate by the name of its schedule."""
@@ -229,8 +228,11 @@ class Space:
 
     @cached_property
     def times(self) -> list[float]:
-        """The time of each layer for a microbatch."""
-        return times_of(self.plan, self.costs)
+        """The time of each layer for a microbatch with all its slices."""
+        factors, each = self.costs.slice_scale, of_each_slice(self.costs)
+        times = zip(*(times_of(self.plan, costs) for costs in each), strict=True)
+        alike = sum(factors) if isinstance(factors, tuple) and factors else self.plan.slices / len(each)
+        return [alike * sum(of_slices) for of_slices in times]
 
     @cached_property
     def _placements(self) -> Sequence[Placement]:

@@ -467,4 +467,20 @@ def test_slices_have_collectives_of_their_own():
     grouped = grouped_in_slices(costs)
     assert [grouped.collective(Forward(0, 0, t)) for t in (0, 1)] == pytest.approx([1.8, 2.2])
     assert lower_bound(replace(of_layers(4, 4, 4), slices=2), costs) >= 4 * (2 + 4)
+@pytest.mark.parametrize(
+    ("slice_scale", "work"),
+    [
+        ([0.5, 0.25], 4 * 3 * 0.75),
+        ({"forward": [0.5, 0.25]}, 4 * (0.75 + 2 * 2)),
+        ({"forward": [[0.5, 0.25], [], [0.5, 0.25], [2, 2]], "backward_input": [0.5, 0.25]}, 7.5 + 4 * (0.75 + 2)),
+    ],
+)
+def test_the_bound_counts_factors_of_slices_whatever_their_mean(slice_scale, work):
+    """The work of a microbatch on all layers, in both slices: eight times, on two ranks."""
+    plan, costs = replace(of_layers(4, 2, 8), slices=2), Costs(slice_scale=slice_scale)
+    found = search(plan, costs, layouts=True, names=["seq-1f1b"])
+    assert found.lower_bound == 8 * work / 2
+    assert found.lower_bound <= sum(found.timeline.busy) / 2 <= found.timeline.cost
+
+
     assert Costs.from_json(costs.as_json()) == costs
