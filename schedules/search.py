@@ -70,7 +70,7 @@ def search(
         names: of the schedules to try; by default all.
         order: of microbatches with `costs.scale`: "drawn", as they are; "peak", that of `fpipe.by_length`; or "search",
             the better of the two, improved by exchanging microbatches under the best schedule. The result has `order`,
-            and costs in that order. The bound is one for that order; of "search", for any: the work of a rank.
+            and costs in that order. The bound is one for that order; of "search", for any.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -99,13 +99,15 @@ def search(
     costs.check(plan)
     drawn, peak = [*range(plan.microbatches)], by_length(costs.scale)
     tried = {"drawn": [drawn], "peak": [peak or drawn], "search": [drawn, peak] if peak else [drawn]}
-    best: Found | None = None
+    any_order, results = order == "search" and bool(peak), list[Found]()
     for numbers in tried[order]:
-        space = Space.of(plan, reordered(costs, numbers), memory_limit, chunks, recut, layouts, host, names, progress)
-        found = replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
-        best = found if best is None else best_of([best, found])
-    assert best is not None
-    return _exchanged(best, memory_limit_bytes) if order == "search" and peak else best
+        ordered = reordered(costs, numbers)
+        space = Space.of(
+            plan, ordered, memory_limit, chunks, recut, layouts, host, names, progress, any_order=any_order
+        )
+        results.append(replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers)))
+    best = replace(best_of(results), lower_bound=min(result.lower_bound for result in results))
+    return _exchanged(best, memory_limit_bytes) if any_order else best
 
 
 def reordered(costs: Costs, order: Sequence[int]) -> Costs:
@@ -136,8 +138,7 @@ def _exchanged(found: Found, limit_bytes: float | None) -> Found:
         if limit_bytes is None or max(each.total for each in account) <= limit_bytes * (1 + ROUNDING):
             order = tuple(found.order[m] for m in numbers)
             found = replace(found, costs=costs, timeline=timeline, footprint=account, order=order)
-    is_plain = found.costs.backward is None and found.costs.overlap is None
-    return replace(found, lower_bound=sum(found.timeline.busy) / plan.ranks if is_plain else 0.0)
+    return found
 
 
 def _search(space: Space, memory_limit: float | None, memory_limit_bytes: float | None) -> Found:

@@ -23,7 +23,7 @@ from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
-from fpipe.schedules.bounds import lower_bound
+from fpipe.schedules.bounds import bound_in_any_order, lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, named
 from fpipe.schedules.cuts import existing, recut_for, recut_trained
 from fpipe.schedules.found import Found, best_of
@@ -50,7 +50,11 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched: schedules of the catalogue, each with several placements of one model."""
+    """What is searched: schedules of the catalogue, each with several placements of one model.
+
+    Args:
+        any_order: whether bounds hold in any order of the microbatches, not only in that of the costs.
+    """
 
     plan: Plan
     costs: Costs
@@ -60,6 +64,7 @@ class Space:
     layouts: bool
     host: float
     progress: Callable[[str], None] | None
+    any_order: bool = False
 
     @property
     def units(self) -> float:
@@ -83,6 +88,7 @@ class Space:
         host: float = 0.0,
         names: Sequence[str] | None = None,
         progress: Callable[[str], None] | None = None,
+        any_order: bool = False,
     ) -> Space:
         """Check the arguments of a search."""
         costs.check(plan)
@@ -106,7 +112,7 @@ class Space:
             raise ScheduleError("host is the time of a piece beside its layers: give it with layouts=True")
         if not 0 <= host < inf:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
-        return cls(plan, costs, entries, chunks, recut, layouts, host, progress)
+        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order)
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
@@ -120,10 +126,15 @@ class Space:
         if limit_bytes is None:
             return every
         bounds = {
-            plan: lower_bound(plan, costs, limits_of_ranks(plan, memory_limit), memory_limit_bytes=limit_bytes)
+            plan: self.bound(plan, costs, memory_limit, limit_bytes)
             for plan, costs in {each.plan: each.costs for each in every}.items()
         }
         return [replace(each, lower_bound=bounds[each.plan]) for each in every]
+
+    def bound(self, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
+        """Return a lower bound of the cost within limits, in microbatches of 1/ranks of the model and in bytes."""
+        bound = bound_in_any_order if self.any_order else lower_bound
+        return bound(plan, costs, limits_of_ranks(plan, limit), memory_limit_bytes=limit_bytes)
 
     def candidates(
         self, limit: float | None, limit_bytes: float | None = None, limited: Collection[bool] = (False, True)
@@ -158,7 +169,7 @@ class Space:
         self.report(entry.name)
         plan, costs, layers = self.cut(entry, place)
         played = list(self._played(entry, plan, costs, limit, limit_bytes))
-        bound = lower_bound(plan, costs, limits_of_ranks(plan, limit), memory_limit_bytes=limit_bytes)
+        bound = self.bound(plan, costs, limit, limit_bytes)
         return [
             Found(entry.name, schedule, plan, costs, timeline, bound, resident, account, layers=layers)
             for schedule, (timeline, resident, account) in played

@@ -111,6 +111,28 @@ def test_the_searched_order_is_the_best_of_all_orders():
     assert found.timeline.cost == min(fpipe.simulate("1f1b", plan, each).cost for each in costs)
 
 
+@pytest.mark.parametrize("costs", [{}, {"backward": 1.5}, {"backward": 3}, {"overlap": 2.5}])
+def test_the_bound_of_a_searched_order_holds_in_every_order(costs):
+    lengths, plan = [3.0, 1, 4, 2], Plan(Placement.loop(2), 4)
+    options = {"names": ["1f1b", "zb-h1"], "chunks": (1,)}
+    found = schedules.search(plan, Costs(scale=lengths, **costs), order="search", **options)
+    orders = [Costs(scale=each, **costs) for each in permutations(lengths)]
+    least = min(fpipe.simulate(name, plan, each).cost for each in orders for name in options["names"])
+    work = 10 * (1 + min(2, costs.get("backward", 2))) if "overlap" not in costs else 0
+    assert work <= found.lower_bound <= least <= found.timeline.cost
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"host": 0.5}, {"memory_limit_bytes": 60.0}],  # the time beside layers, and residuals that are recomputed
+)
+def test_the_bound_of_a_searched_order_counts_no_more_than_the_work_of_layers(options):
+    plan, costs = Plan(Placement([0, 0, 1, 1]), 4), Costs(scale=[3, 1, 4, 2], residuals=[8, 1, 1, 1], backward=1.5)
+    found = schedules.search(plan, costs, order="search", layouts=True, names=["1f1b"], chunks=(1,), **options)
+    assert found.lower_bound == 10 * 4 * 2.5 / 2 < found.timeline.cost
+    assert (found.offload is not None) == ("memory_limit_bytes" in options)
+
+
 @one_in(2)
 @pytest.mark.parametrize("options", [{"names": ["v-auto"]}, {"names": ["zb-auto", "v-auto"], "layouts": True}])
 def test_every_engine_orders_microbatches(options):
