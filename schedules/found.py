@@ -23,7 +23,9 @@ class Found:
         name: in `CATALOGUE`.
         schedule, plan, costs: run it by `value_and_grad(pipeline, schedule, plan, resident=resident, offload=offload)`,
             or simulate it again.
-        lower_bound: no program on any of the tried plans has a lower cost.
+        lower_bound: no program within the limits of the search, on any of the tried plans, has a lower cost; of a
+            result of `pareto`, none in as much memory as that has. Moved and recomputed residuals are left out, but of
+            a search of layouts, where the bound holds with these too.
         resident: the number of stages that are whole on a rank at a time; None where parameters are not sharded.
         footprint: the account of each rank's bytes.
         order: the microbatches' numbers in the order in which they run; the costs are in that order.

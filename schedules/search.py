@@ -184,7 +184,8 @@ def pareto(
 ) -> list[Found]:
     """Return the Pareto front of cost and peak memory, smallest peak first.
 
-    Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight.
+    Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight. The
+    bound of each result is one in as much memory as it has itself.
     """
     check_limit(memory_limit_bytes, costs)
     space = Space.of(plan, costs, None, chunks, progress=progress)
@@ -203,4 +204,10 @@ def pareto(
     for result in sorted(every, key=lambda result: (memory(result), result.timeline.cost, result.timeline.makespan)):
         if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
             front.append(result)
-    return front
+    models = {result.plan: result.costs for result in every}
+
+    def bound(result: Found) -> float:
+        limits = (None, result.bytes) if by_bytes else (result.peak, None)
+        return min(space.bound(plan, costs, *limits) for plan, costs in models.items())
+
+    return [replace(result, lower_bound=bound(result)) for result in front]

@@ -307,8 +307,12 @@ def _in_lines(name: str, width: int = 16) -> str:
     return name if len(name) <= width or not end else f"{name[:end]}\n  {_in_lines(name[end:])}"
 
 
-def discovery(results: Sequence[Found]) -> Group:
-    """Return a table of a search's schedules, and how far each is above the lower bound."""
+def discovery(results: Sequence[Found], within: str = "") -> Group:
+    """Return a table of a search's schedules, and how far each is above the lower bound.
+
+    Args:
+        within: the memory in which no schedule costs less than its bound, such as "in this memory ".
+    """
     replicas = any(each.plan.replicas > 1 for each in results)
     memory = any(each.bytes for each in results)
     columns = ["schedule", "v", *(["resident"] if replicas else []), "makespan", "cost", "bubble", "peak"]
@@ -320,7 +324,7 @@ def discovery(results: Sequence[Found]) -> Group:
         figures += [format_bytes(each.bytes)] if memory else []
         above = percent(max(0.0, line.cost / bound - 1)) if bound else ""
         shown.add_row(Text(each.name), str(counts(line.plan)["chunks"]), *resident, *figures, number(bound), above)
-    lines = ["bound: no schedule costs less   above: what this one costs more than that"]
+    lines = [f"bound: no schedule {within}costs less   above: what this one costs more than that"]
     if replicas:
         lines.append("resident: stages whose sharded parameters are whole on a rank at a time")
     if memory:

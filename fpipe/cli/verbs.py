@@ -399,7 +399,8 @@ def search(
     else:
         from fpipe.cli.tables import discovery, stages_of
 
-        show(discovery(results), *([stages_of(results[0])] if of_layers.layouts else []))
+        within = "in as much memory " if frontier else ""
+        show(discovery(results, within), *([stages_of(results[0])] if of_layers.layouts else []))
         if of_layers.layouts:
             print(again(results[0], Memory(limit, limit_bytes)))
     if out and results[0].offload:

@@ -214,6 +214,19 @@ def test_pareto_trades_time_for_memory():
         )
 
 
+@pytest.mark.parametrize("costs", [Costs(), Costs(residuals=2, deferred=1, parameters=5, backward=1.75)])
+def test_each_bound_of_the_front_is_one_in_its_own_memory(costs):
+    """No result with as little memory costs less; where another needs more, it may."""
+    front = pareto(Plan(Placement.loop(3), 6), costs, chunks=(1, 2))
+    assert len(front) >= 3
+    for n, result in enumerate(front):
+        assert all(result.lower_bound <= each.timeline.cost * (1 + 1e-9) for each in front[: n + 1])
+    bounds = [result.lower_bound for result in front]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] > 0.9 * front[-1].timeline.cost
+    assert costs.parameters or bounds[0] > front[-1].timeline.cost
+
+
 def test_with_skips_only_schedules_for_as_many_stages_are_tried():
     plan = Plan(Placement.loop(2, 2), 4, Edges([(), (0,), (0, 1), (0, 2)]))
     found = search(plan, Costs(communication=0.5))
