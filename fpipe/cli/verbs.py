@@ -41,6 +41,7 @@ from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import enforce, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
+from fpipe.programs.residuals import moves
 from fpipe.programs.verifier import check
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
@@ -166,7 +167,8 @@ def simulate(
     unit = "s" if seconds else ""
     if logdir:
         _write(logdir, name, timeline, unit)
-    limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes}
+    stays = not moves(timeline.spans.effects)  # a bound in bytes is one of residuals that stay
+    limits = {"memory_limit": options.limit, "memory_limit_bytes": options.limit_bytes if stays else None}
     if as_json:
         bound = lower_bound(timeline.plan, timeline.costs, **limits)
         loop = {} if steps is None else attributes(timeline, "steps", "period")
@@ -176,7 +178,7 @@ def simulate(
 
     scale = scale_of(timeline.makespan, unit)
     notes = share_of(timeline.plan)
-    if any(limits.values()) and steps is None and options.offload_limit_bytes is None:
+    if any(limits.values()) and steps is None:
         notes += above(timeline.cost, lower_bound(timeline.plan, timeline.costs, **limits), scale)
     show(headline(name, timeline, scale), *notes, account(timeline, scale), *memory_of(simulated.footprint))
     if logdir:

@@ -453,6 +453,14 @@ def test_a_schedule_of_ones_own_gets_costs_and_limit_if_it_takes_them(own):
     assert found["ranks"] == 2
 
 
+def test_the_bound_is_none_of_residuals_that_stay_where_they_are_moved():
+    moves = ("--offload", "0.1", "--fetch", "0.1", "--offload-limit-bytes", "2")
+    found = told("simulate", "1f1b", *SMALL, "--residuals", "1", *moves, "--memory-limit-bytes", "2")
+    plan, costs = Plan(Placement.loop(4), 8), Costs(residuals=1)
+    assert schedules.lower_bound(plan, costs) == found["lower_bound"] <= found["cost"]
+    assert schedules.lower_bound(plan, costs, memory_limit_bytes=2) > found["cost"]
+
+
 def test_a_limit_in_bytes_orders_for_bytes():
     times = ("--forward", "18.5", "--backward-input", "18.1", "--backward-weight", "9.3", "--communication", "0.6")
     model = (
