@@ -5,7 +5,8 @@ time; one that orders for the costs, which takes longer, evenly in time and with
 these, layers move from stage to stage while that makes the simulated step faster, or needs less memory where it exceeds
 a limit; the most promising take most of the time. Where few cuts exist, all are tried, as long as that takes not too
 long. Schedules that order under limits then order on the best cuts, and those that take any placement on some that
-have no name (`scattering`). What is fast but needs too much memory has residuals moved to the host, or recomputed.
+have no name (`scattering`). What is fast but needs too much memory has residuals moved to the host, or recomputed; and
+from there layers move on, with residuals moved anew on each cut.
 
 Invariants:
 - The result is never worse than any of those that it starts from.
@@ -37,6 +38,8 @@ from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 
 SIMULATED = 3_000_000  # effects
+MOVING = 600_000  # effects that are simulated while layers and residuals move
+REPEATED = 8  # effects that are simulated in the time of moving an effect's residuals
 ORDERED = 200  # effects that are simulated in the time of ordering a stage's pass of one microbatch by costs
 SEEDS, ON_CUTS = 6, 3  # results from which layers move, and cuts on which schedules order under a limit
 PROMISING = 1.1  # times the cost of the best of these
@@ -78,7 +81,9 @@ class Layouts:
         ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
         results = [*fixed, *ordered]
         if self.limit_bytes is not None:
-            results += self._moved(results)
+            moved = [*self._moved(results)]
+            self.left = MOVING
+            results += [*moved, *self._descended(self._seeds(moved, self._within), self._within, MOVING, moves=True)]
         bound = self.bound()
         return [replace(result, lower_bound=bound) for result in results]
 
@@ -112,15 +117,15 @@ class Layouts:
         best = _of_each(results, key)[:SEEDS]
         return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
 
-    def _descended(self, seeds: Sequence[Found], key: Key, effects: float) -> list[Found]:
-        """Return the best results that moving layers leads to, from each seed.
+    def _descended(self, seeds: Sequence[Found], key: Key, effects: float, *, moves: bool = False) -> list[Found]:
+        """Return the best results that moving layers leads to, from each seed; with residuals moved, if that is asked.
 
         In each of some rounds all simulate as many effects, and the better half of them go on (successive halving:
         Jamieson and Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016).
         What is left then goes to those that were stopped, the best first.
         """
         best, end = [*seeds], self.left - effects
-        unfinished = {n: self._descent(seed, key) for n, seed in enumerate(seeds)}
+        unfinished = {n: self._descent(seed, key, moves) for n, seed in enumerate(seeds)}
 
         def by_promise(numbers: Iterable[int]) -> list[int]:
             return sorted((n for n in numbers if n in unfinished), key=lambda n: key(best[n]))
@@ -142,7 +147,7 @@ class Layouts:
             go_on(n, end)
         return best
 
-    def _descent(self, found: Found, key: Key) -> Iterator[Found]:
+    def _descent(self, found: Found, key: Key, moves: bool) -> Iterator[Found]:
         """Yield the best result so far after each cut that is tried, as long as moving layers leads to better ones."""
         entry, tried, is_better = named(found.name), set[Partition](), True
         while is_better:
@@ -151,7 +156,7 @@ class Layouts:
                 if self._is_hopeless(cut, found, key):
                     break
                 tried.add(cut)
-                result = self._result(entry, cut, found, key)
+                result = self._result(entry, cut, found, key, moves)
                 is_better = result is not None and key(result) < key(found)
                 found = result if result is not None and is_better else found
                 yield found
@@ -167,12 +172,12 @@ class Layouts:
         work = self.space.units * max(cut.loads(self.space.times))
         return not any(over) and costs.overlap is None and work >= cost * (1 - ROUNDING)
 
-    def _result(self, entry: CatalogueEntry, partition: Partition, like: Found, key: Key) -> Found | None:
+    def _result(self, entry: CatalogueEntry, partition: Partition, like: Found, key: Key, moves: bool) -> Found | None:
         """Return the result of another cut, with as many whole stages; None if it is not better, or not taken."""
         self.space.report(entry.name)
         cut = self.space.cut(entry, partition)
         *over, cost, _ = key(like)
-        if _orders(entry) and not any(over) and self._bound_of(cut) >= cost * (1 - ROUNDING):
+        if _orders(entry) and not any(over) and self._bound_of(cut, moves) >= cost * (1 - ROUNDING):
             return None
         try:
             schedule, programs = self._programs(entry, cut, like)
@@ -183,7 +188,7 @@ class Layouts:
         if not any(over) and timeline.cost >= cost * (1 - ROUNDING):
             return None
         account = footprint(programs, cut.costs) if sized(cut.costs) else like.footprint
-        return replace(
+        result = replace(
             like,
             schedule=schedule,
             plan=cut.plan,
@@ -191,11 +196,13 @@ class Layouts:
             timeline=timeline,
             footprint=account,
             layers=cut.layers,
+            offload=None,
         )
+        return self._kept(result, cost) if moves and any(self._within(result)[:-2]) else result
 
-    def _bound_of(self, cut: Cut) -> float:
-        limits = limits_of_ranks(cut.plan, self.limit)
-        return lower_bound(cut.plan, cut.costs, limits, memory_limit_bytes=self.limit_bytes)
+    def _bound_of(self, cut: Cut, moves: bool) -> float:
+        limits, limit_bytes = limits_of_ranks(cut.plan, self.limit), None if moves else self.limit_bytes
+        return lower_bound(cut.plan, cut.costs, limits, memory_limit_bytes=limit_bytes)
 
     def _programs(self, entry: CatalogueEntry, cut: Cut, like: Found) -> tuple[Schedule, Programs]:
         """Return a schedule and its programs, which do not depend on the cut where the schedule does not on costs."""
@@ -247,23 +254,31 @@ class Layouts:
         Where nothing else is within the limits, each schedule's fastest result and its smallest are tried until one is.
         """
         best = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
-        beyond = [found for found in results if any(self._within(found)[:-2]) and found.timeline.cost < best]
-        some = (
+        in_flight = inf if self.limit is None else self.limit * (1 + ROUNDING)
+        some = (found for found in results if any(self._within(found)[:-2]) and found.peak <= in_flight)
+        beyond = [found for found in some if found.timeline.cost < best]
+        seeds = (
             self._seeds(beyond, _fastest) if best < inf else [*_of_each(beyond, _fastest), *_of_each(beyond, _smallest)]
         )
-        for found in some:
+        for found in seeds:
             if found.timeline.cost < best and (moved := self._kept(found)) is not None:
                 best = min(best, moved.timeline.cost)
                 yield moved
 
-    def _kept(self, found: Found) -> Found | None:
-        """Return a result with residuals moved, or recomputed, as little slower as keeps it to the limit in bytes."""
+    def _kept(self, found: Found, most: float = inf) -> Found | None:
+        """Return a result with residuals moved, or recomputed, as little slower as keeps it to the limit in bytes.
+
+        One that costs no less than `most` may be left out.
+        """
         assert self.limit_bytes is not None
         costs = found.costs
         if not (_takes_time(costs.offload) and _takes_time(costs.fetch)):  # not known, rather than free
             never = Link(found.timeline.makespan * 2)
             costs = replace(costs, offload=never, fetch=never)
-        for slower in SLOWER:
+        for slower, refused in zip(SLOWER, (0.0, *SLOWER), strict=False):
+            if (1 + refused) * found.timeline.cost >= most:
+                return None
+            self.left -= REPEATED * len(found.timeline.spans)
             offload = Offloading(self.limit_bytes, costs, slower, recompute=True)
             with suppress(ScheduleError):
                 programs = lower(found.schedule, found.plan, resident=found.resident, offload=offload)

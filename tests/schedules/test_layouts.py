@@ -12,13 +12,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fpipe
-from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, handlers, interop, lower, simulate, verify
+from fpipe import (
+    Costs,
+    Edges,
+    Link,
+    Placement,
+    Plan,
+    ScheduleError,
+    handlers,
+    interop,
+    lower,
+    offload,
+    simulate,
+    verify,
+)
 from fpipe.costs import Shared, Tied
 from fpipe.effects import Activation, Backward, BackwardInput, BackwardWeight, Forward, Offload, Residuals
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, lower_bound, search
 from fpipe.schedules.catalogue import shares
 from fpipe.schedules.cuts import recut
+from fpipe.schedules.descent import SLOWER
 from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.partitions import Partition, balanced, even, levelled
 from fpipe.schedules.space import limits_of_ranks
@@ -332,6 +346,33 @@ def test_residuals_are_moved_where_that_is_faster_than_what_fits():
     assert "residuals moved" in repr(found)
 
 
+def least_moved(name, plan, costs, limit):
+    """The least cost of a schedule on any cut, with residuals moved where the cut exceeds a limit."""
+    best = inf
+    for cut in even(Placement.loop(plan.ranks), plan.stages).every():
+        grouping = Grouping(plan, cut.layers)
+        placed = grouping.placed(cut.placement)
+        grouped = grouping.costs(costs, placed)
+        for slower in SLOWER:
+            with suppress(ScheduleError):
+                move = offload(limit, grouped, slower=slower, recompute=True)
+                best = min(best, simulate(name, placed, grouped, offload=move).cost)
+                break
+    return best
+
+
+def test_layers_move_together_with_residuals():
+    """Without a limit layers (4, 3) are fastest, in 65 bytes. In 52, with residuals moved, (3, 4) are."""
+    times, sizes = [2, 2, 1, 4, 4, 1, 0.2], {"residuals": [4, 8, 8, 4, 4, 1, 8], "parameters": [0, 2, 4, 0, 2, 4, 2]}
+    costs = Costs(times, times, times, communication=0.1, activation=1, **sizes, offload=2, fetch=0.5, optimizer=0)
+    plan, options = of_layers(7, 2, 6), {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
+    found = search(plan, costs, memory_limit_bytes=52, **options)
+    assert found.offload is not None
+    assert found.bytes <= 52
+    assert found.layers == (3, 4)
+    assert found.timeline.cost == pytest.approx(least_moved("1f1b", plan, costs, 52)) == pytest.approx(180.8)
+
+
 def test_copies_are_not_free_where_nothing_says_what_they_take():
     plan, costs = of_layers(7, 2, 6), replace(UNEVEN, optimizer=0)
     options = {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
@@ -426,6 +467,22 @@ def test_the_bound_counts_slices():
     assert found.timeline.cost >= found.lower_bound
 
 
+@pytest.mark.parametrize(
+    ("slice_scale", "work"),
+    [
+        ([0.5, 0.25], 4 * 3 * 0.75),
+        ({"forward": [0.5, 0.25]}, 4 * (0.75 + 2 * 2)),
+        ({"forward": [[0.5, 0.25], [], [0.5, 0.25], [2, 2]], "backward_input": [0.5, 0.25]}, 7.5 + 4 * (0.75 + 2)),
+    ],
+)
+def test_the_bound_counts_factors_of_slices_whatever_their_mean(slice_scale, work):
+    """The work of a microbatch on all layers, in both slices: eight times, on two ranks."""
+    plan, costs = replace(of_layers(4, 2, 8), slices=2), Costs(slice_scale=slice_scale)
+    found = search(plan, costs, layouts=True, names=["seq-1f1b"])
+    assert found.lower_bound == 8 * work / 2
+    assert found.lower_bound <= sum(found.timeline.busy) / 2 <= found.timeline.cost
+
+
 def grouped_in_slices(costs, layers=(2, 2), trained=None, host=0.0):
     plan = replace(of_layers(4, 2, 4), slices=2, trained=trained)
     grouping = Grouping(plan, layers, host)
@@ -467,20 +524,4 @@ def test_slices_have_collectives_of_their_own():
     grouped = grouped_in_slices(costs)
     assert [grouped.collective(Forward(0, 0, t)) for t in (0, 1)] == pytest.approx([1.8, 2.2])
     assert lower_bound(replace(of_layers(4, 4, 4), slices=2), costs) >= 4 * (2 + 4)
-@pytest.mark.parametrize(
-    ("slice_scale", "work"),
-    [
-        ([0.5, 0.25], 4 * 3 * 0.75),
-        ({"forward": [0.5, 0.25]}, 4 * (0.75 + 2 * 2)),
-        ({"forward": [[0.5, 0.25], [], [0.5, 0.25], [2, 2]], "backward_input": [0.5, 0.25]}, 7.5 + 4 * (0.75 + 2)),
-    ],
-)
-def test_the_bound_counts_factors_of_slices_whatever_their_mean(slice_scale, work):
-    """The work of a microbatch on all layers, in both slices: eight times, on two ranks."""
-    plan, costs = replace(of_layers(4, 2, 8), slices=2), Costs(slice_scale=slice_scale)
-    found = search(plan, costs, layouts=True, names=["seq-1f1b"])
-    assert found.lower_bound == 8 * work / 2
-    assert found.lower_bound <= sum(found.timeline.busy) / 2 <= found.timeline.cost
-
-
     assert Costs.from_json(costs.as_json()) == costs
