@@ -105,8 +105,9 @@ def train_step(
 
     Without `max_norm`, `check_finite` and a loss scale, an optimizer of `interop.optimizer` updates each stage as soon
     as the stage's gradients are final: `Update` is an effect of the programs, as of `schedules.updating`. A rank then
-    begins the next step when its own part of this one is done. With one of them, each rank waits for the gradients of
-    all.
+    begins the next step when its own part of this one is done. On GPUs, and with `resident=`, all ranks meet as each
+    step begins, and a captured step ends when all are done. With one of the three options, each rank waits for the
+    gradients of all.
 
     With `post_validate=True` it does not wait then either, unless the gradients of the step before were clipped or not
     finite: the ranks expect the same of these. Where they expected wrong, all of them begin the next step again. Until
