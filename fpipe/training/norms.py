@@ -261,7 +261,7 @@ def _real(leaf: Tensor) -> Tensor:
 
 
 class SharedSquares:
-    """The sums of squares that the ranks tell each other, as whole numbers: the bits of float64.
+    """The sums of squares that the ranks send to each other, as whole numbers: the bits of float64.
 
     Args:
         squares: returns each stage's sum, or those of its rows, for the gradients of this rank.
@@ -292,18 +292,18 @@ class SharedSquares:
         return numbers.view(torch.int64).tolist()
 
     def everywhere(
-        self, gradients: Mapping[int, Any], handler: Handler, told: Callable[[], list[list[int]]] | None = None
+        self, gradients: Mapping[int, Any], handler: Handler, received: Callable[[], list[list[int]]] | None = None
     ) -> Tensor:
         """Return each stage's sum over all ranks, which all call it.
 
         Args:
-            told: waits for the numbers of each rank, where they are under way, and returns them.
+            received: waits for the numbers of each rank, where they are under way, and returns them.
 
         Raises:
             TransportError: as `total`, or a rank did not come.
         """
-        if told is not None:
-            return self.total(told())
+        if received is not None:
+            return self.total(received())
         if handler.peers is None:
             return self.own(gradients)
         handler.check()  # a rank whose step has failed does not come here

@@ -1,4 +1,4 @@
-"""The numbers that ranks tell as they end a step, read by other threads than that of the steps."""
+"""The numbers that ranks send as they end a step, read by other threads than that of the steps."""
 
 import threading
 from types import SimpleNamespace

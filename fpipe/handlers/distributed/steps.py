@@ -7,9 +7,9 @@ A step is refused, fails, or loses a rank:
   connections on which it has posted something; so do the others, whose waits end. In the next step all connect again.
 - lost: a rank is gone, or does not come in time. The handler ends.
 
-A rank ends a step when its own program has ended, and tells the others, without waiting for them, maybe with numbers of
-its own (`Ends`). Those that wait for that, because they return results of several ranks or close the connections, call
-`settle`.
+A rank ends a step when its own program has ended, and sends this to the others, without waiting for them, maybe with
+numbers of its own (`Ends`). Those that wait for that, because they return results of several ranks or close the
+connections, call `settle`.
 
 Invariants:
 - a rank cuts connections only when every rank has begun the step: one may still be in an earlier one, as of
@@ -61,7 +61,7 @@ def _nothing() -> None:
 
 
 class Ends:
-    """The numbers that each rank tells the others as it ends a program.
+    """The numbers that each rank sends to the others as it ends a program.
 
     The thread that runs the steps waits for the works and drops them, and ends the handler where a rank is lost. Others
     only look: they may wait for the numbers while that one runs a later step.
@@ -99,7 +99,7 @@ class Ends:
             is_known = self._come()
         if not is_known:
             raise TransportError(
-                f"{self._steps.failures.name} does not know what the other ranks told it as they ended a step, for a "
+                f"{self._steps.failures.name} has not received what the other ranks sent as they ended a step, for a "
                 "later one has failed: go on from a checkpoint"
             )
         return self._read()
@@ -116,7 +116,7 @@ class Ends:
                 return is_known
         raise TransportError(
             f"{steps.failures.name}: a thread that reads a result waited {steps.limit:g} s for what the other ranks "
-            "tell as they end a step: a rank computes for longer, or hangs; if steps take that long, pass "
+            "send as they end a step: a rank computes for longer, or hangs; if steps take that long, pass "
             "Distributed(compute_timeout=...) a greater limit"
         )
 
@@ -126,7 +126,7 @@ class Ends:
         self._works.clear()
 
     def _look(self) -> bool | None:
-        """Return whether all ranks have told their numbers; None while that may still come."""
+        """Return whether the numbers of all ranks are here; None while they may still come."""
         if not (works := [*self._works]):  # read first: a wait takes them off, then sets what is known, then is over
             return None if self._is_waiting else self._is_known
         if not all(work.is_completed() for work in works):
@@ -221,18 +221,18 @@ class Steps:
                 activity.leave()
 
     def end_program(self, numbers: Sequence[int] = ()) -> Ends:
-        """Tell the other ranks that this one has ended its program; does not wait.
+        """Report to the other ranks that this one has ended its program; does not wait.
 
-        Where hosts run ahead of devices, and in a graph, the exchange of the losses has told them.
+        Where hosts run ahead of devices, and in a graph, the exchange of the losses has reported it.
 
         Args:
-            numbers: what else to tell them; as many on each rank.
+            numbers: what else to send to them; as many on each rank.
         """
-        is_told = self.connections.device.asynchronous and not numbers
-        if self.connections.size == 1 or is_told or is_capturing():
+        is_reported = self.connections.device.asynchronous and not numbers
+        if self.connections.size == 1 or is_reported or is_capturing():
             return Ends(self, lambda: [[*numbers]], [])
         if (before := self._ends()) is not None:
-            before.wait()  # which all ranks have told, or they had not begun this step
+            before.wait()  # which all ranks have reported, or they had not begun this step
         with aside():
             rows, self.connections.groups.ends = self.connections.collect([self.number, *numbers])
 
@@ -257,7 +257,7 @@ class Steps:
             self.wait_for(self.connections.groups.ends)
 
     def wait_for(self, ends: list[Any]) -> bool:
-        """Wait for works that tell that every rank has ended a program, as `settle`; return whether each has."""
+        """Wait for works that report that every rank has ended a program, as `settle`; return whether each has."""
         activity = self.connections.activity
         if activity.inside:
             self.connections.wait_for_control(ends, None, SETTLING)
@@ -339,7 +339,7 @@ class Steps:
         """Fail the step because this rank does, and give the reason to the other ranks.
 
         Those that still run the step before end it first, for its results are to be known: who reads the reason cuts
-        the connections on which the ranks tell each other.
+        the connections on which the ranks report to each other.
         """
         try:
             if (ends := self._ends()) is not None:
@@ -422,7 +422,7 @@ class Steps:
         """Return the failure behind a lost peer; None if there is none, or the handler has ended.
 
         A rank that fails writes its reason before it breaks its connections; so does this rank's watchdog. A rank that
-        does not know which peer it has lost waits longer, so that one that knows can write first; and yet longer after
+        can't name the peer that it has lost waits longer, so that one that can writes first; and yet longer after
         a collective with processes that are no ranks of the handler, whose reasons come by way of some that are.
         """
         failures, groups = self.failures, self.connections.groups
