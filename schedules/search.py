@@ -9,6 +9,7 @@ are placed on the ranks in several ways. Where they are layers, of which stages 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Literal
@@ -20,6 +21,7 @@ from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit, footprint
 from fpipe.programs.lowering import lower
+from fpipe.schedules.catalogue import named
 from fpipe.schedules.descent import Layouts
 from fpipe.schedules.found import Found, best_of, describe_chunks, has_parameters
 from fpipe.schedules.lengths import by_length
@@ -28,6 +30,7 @@ from fpipe.timelines.simulator import simulate_programs
 
 Order = Literal["drawn", "peak", "search"]
 EXCHANGED = 60_000  # effects that are simulated to exchange microbatches
+LEAST_EXCHANGES, MOST_EXCHANGES = 4, 8  # for each microbatch at least, and for each pair of them at most
 
 
 @checked()
@@ -69,8 +72,10 @@ def search(
             the times of layers it goes with the lengths of microbatches; the bound does not have it.
         names: of the schedules to try; by default all.
         order: of microbatches with `costs.scale`: "drawn", as they are; "peak", that of `fpipe.by_length`; or "search",
-            the better of the two, improved by exchanging microbatches under the best schedule. The result has `order`,
-            and costs in that order. The bound is one for that order; of "search", for any.
+            the better of the two, improved by exchanging microbatches under the best schedule. A schedule by costs then
+            orders anew for the order that was found, but not on layouts. That is no search of all orders: of many
+            microbatches, few exchanges are tried. The result has `order`, and costs in that order. The bound is one for
+            that order; of "search", for any.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -99,15 +104,25 @@ def search(
     costs.check(plan)
     drawn, peak = [*range(plan.microbatches)], by_length(costs.scale)
     tried = {"drawn": [drawn], "peak": [peak or drawn], "search": [drawn, peak] if peak else [drawn]}
-    any_order, results = order == "search" and bool(peak), list[Found]()
-    for numbers in tried[order]:
+    any_order = order == "search" and bool(peak)
+
+    def in_order(numbers: Sequence[int], names: Sequence[str] | None) -> Found:
         ordered = reordered(costs, numbers)
         space = Space.of(
             plan, ordered, memory_limit, chunks, recut, layouts, host, names, progress, any_order=any_order
         )
-        results.append(replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers)))
+        return replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
+
+    results = [in_order(numbers, names) for numbers in tried[order]]
     best = replace(best_of(results), lower_bound=min(result.lower_bound for result in results))
-    return _exchanged(best, memory_limit_bytes) if any_order else best
+    if not any_order:
+        return best
+    exchanged, entry = _exchanged(best, memory_limit_bytes), named(best.name)
+    if (entry.limited or entry.by_costs) and not layouts and exchanged.order != best.order:
+        with suppress(ScheduleError):  # such as where the limit in bytes is not kept by what is found
+            again = replace(in_order(exchanged.order, [best.name]), lower_bound=best.lower_bound)
+            return best_of([exchanged, again])
+    return exchanged
 
 
 def reordered(costs: Costs, order: Sequence[int]) -> Costs:
@@ -123,12 +138,18 @@ def reordered(costs: Costs, order: Sequence[int]) -> Costs:
 
 
 def _exchanged(found: Found, limit_bytes: float | None) -> Found:
-    """Return the result with pairs of microbatches exchanged, wherever that makes its programs cost less."""
+    """Return the result with pairs of microbatches exchanged, wherever that makes its programs cost less.
+
+    One in two exchanges is one of neighbours, which is better where the order is good already.
+    """
     plan, programs = found.plan, lower(found.schedule, found.plan, resident=found.resident, offload=found.offload)
-    rng = Random(0)
-    for _ in range(EXCHANGED // sum(map(len, programs.values()))):
-        a, b = rng.sample(range(plan.microbatches), 2) if plan.microbatches > 1 else (0, 0)
-        numbers = [*range(plan.microbatches)]
+    rng, count = Random(0), plan.microbatches
+    tries = max(LEAST_EXCHANGES * count, EXCHANGED // sum(map(len, programs.values())))
+    for n in range(min(tries, MOST_EXCHANGES * count**2) if count > 1 else 0):
+        a, b = rng.sample(range(count), 2)
+        if n % 2:
+            b = a - 1 if a else 1
+        numbers = [*range(count)]
         numbers[a], numbers[b] = b, a
         costs = reordered(found.costs, numbers)
         timeline = simulate_programs(programs, costs)

@@ -111,6 +111,22 @@ def test_the_searched_order_is_the_best_of_all_orders():
     assert found.timeline.cost == min(fpipe.simulate("1f1b", plan, each).cost for each in costs)
 
 
+def test_many_microbatches_are_exchanged_too():
+    """What is left of the bubble is at most 0.85 of what the order by length leaves."""
+    lengths = list(np.random.default_rng(0).lognormal(0, 0.6, 32))
+    plan, options = Plan(Placement.loop(4), 32), {"names": ["zb-h1"], "chunks": (1,)}
+    peak, found = (schedules.search(plan, Costs(scale=lengths), order=order, **options) for order in ("peak", "search"))
+    bubbles = [each.timeline.cost - 3 * sum(lengths) for each in (peak, found)]
+    assert 0 < bubbles[1] < 0.85 * bubbles[0]
+
+
+def test_a_schedule_by_costs_orders_anew_for_the_order_that_is_found():
+    lengths, plan = [5.0, 1, 4, 2, 3, 9], Plan(Placement.loop(2), 6)
+    found = schedules.search(plan, Costs(2, 3, 1, scale=lengths), 1, names=["zb-auto"], chunks=(1,), order="search")
+    again = schedules.zb_auto(found.plan, found.costs, 1)
+    assert found.timeline.cost <= fpipe.simulate(again, found.plan, found.costs).cost
+
+
 @pytest.mark.parametrize("costs", [{}, {"backward": 1.5}, {"backward": 3}, {"overlap": 2.5}])
 def test_the_bound_of_a_searched_order_holds_in_every_order(costs):
     lengths, plan = [3.0, 1, 4, 2], Plan(Placement.loop(2), 4)
