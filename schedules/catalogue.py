@@ -233,7 +233,7 @@ _ENTRIES = (
         "the same, its weight gradients in the bubble",
         "after Sun et al. 2024 and ZB-H1",
         "m*S + (p - 1)*(F + B - W)/s",
-        "m >= 16, W <= F, c = 0",
+        "m*s >= p - 1 + s, W <= F, c = 0",
         slices=2,
     ),
     CatalogueEntry(

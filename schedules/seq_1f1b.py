@@ -15,7 +15,7 @@ def seq_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     runs s - 1 more slices ahead than 1F1B runs microbatches. One stage on each rank, in any order.
 
     Peak in flight on rank r: p - 1 - r + s slices, each 1/s of a microbatch. With F, B, W the times of a whole
-    microbatch on a rank, in equal slices, the cost is m(F+B+W) + (p-1)(F+B+W)/s at c = 0.
+    microbatch on a rank, in equal slices, the cost is m(F+B+W) + (p-1)(F+B+W)/s at c = 0, for any m.
 
     Raises:
         ScheduleError: a rank holds several stages, or a stage has copies.
@@ -45,7 +45,7 @@ def seq_zb(rank: int, plan: Plan) -> Iterator[Effect]:
     order.
 
     Peak in flight: p - 1 + s slices, each 1/s of a microbatch. With F, B, W as in `seq_1f1b`, the cost is
-    m(F+B+W) + (p-1)(F+B-W)/s for W <= F, c = 0 and m large enough.
+    m(F+B+W) + (p-1)(F+B-W)/s for W <= F, c = 0 and m s >= p - 1 + s.
 
     Raises:
         ScheduleError: a rank holds several stages, or a stage has copies.

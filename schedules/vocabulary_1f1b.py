@@ -23,9 +23,9 @@ def vocabulary_1f1b(rank: int, plan: Plan) -> Iterator[Effect]:
     On each rank a forward, S, T and a backward take turns.
 
     Peak in flight on rank r: p + 1 - r microbatches of its block. With F, B, W the times of a rank's block and V that
-    of the whole output layer, two thirds of it in S, the cost is m(F+B+W+V/p) + (p-1)(F+B+W) where F = B = W, V is a
-    third to a half of all work, and c = 0. With the output layer on the last rank as well, 1F1B takes
-    (m+p-1)(F+B+W) + mV.
+    of the whole output layer, two thirds of it in S, the cost is m(F+B+W+V/p) + (p-1)(F+B+W) for
+    F <= B+W <= F + V/p and c = 0: a backward then takes no longer than half a period. With the output layer on the last
+    rank as well, 1F1B takes (m+p-1)(F+B+W) + mV.
 
     Below, `a` is the part of the embedding, `b` the block, `c` the part of the output layer, and `d` the loss. All
     passes take one unit there.
