@@ -62,6 +62,7 @@ bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.slices
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.offload
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.vocabulary
+	$(BIN)/python -m benchmarks.orders
 	$(BIN)/python -m benchmarks.tab
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.in_memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.faults

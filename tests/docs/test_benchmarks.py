@@ -114,6 +114,22 @@ def test_the_tab(printed, tmp_path):
     assert min(row["interactive_s"], *row["panels_ms"].values(), *row["redraws_ms"].values()) > 0
 
 
+def test_orders(printed, tmp_path):
+    options = ("--ranks", "3", "--microbatches", "6", "--limits", "1", "2", "--times", "1,1,1,0", "2,3,1,0.5")
+    rows = printed("orders", *options, "--out", str(tmp_path / "orders.json"))
+    assert json.loads((tmp_path / "orders.json").read_text())["rows"] == rows
+    assert [(row["limit"], row["times"][0]) for row in rows] == [(3, 1), (3, 2), (6, 1), (6, 2)]
+    for row in rows:
+        assert row["gap"] == pytest.approx(row["cost"] / row["bound"] - 1)
+        assert row["gap"] > -1e-9
+    assert rows[2]["cost"] == 3 * 6  # without a bubble: a forward's memory is all that weight gradients wait for
+
+
+def of_few_pieces():
+    """Let few pieces show the host's time."""
+    benchmark("predictions").MICROBATCHES = 4
+
+
 def of_slices(rank):
     """The rows of timed slices in a process, of one round."""
     slices = benchmark("slices")
