@@ -13,6 +13,7 @@ import pytest
 import fpipe
 from fpipe import Costs, Link, Placement, Plan, schedules
 from fpipe.effects import Backward, BackwardInput, Forward, Overlap
+from fpipe.schedules.candidates import divided
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape
@@ -197,8 +198,7 @@ def test_experts_are_spread_where_tensor_parallel_is_not():
 def test_layers_are_divided_for_equal_work():
     assert one(pp=4, dp=1, tp=1, cp=1).layers == (1, 1, 1, 1)
     heavy = replace(TINY, layers=9, vocabulary=3 * 96)  # a head as heavy as almost three layers
-    divided = module._divided(heavy, Placement.loop(3))
-    assert divided == (4, 4, 1)
+    assert divided(heavy, Placement.loop(3)) == (4, 4, 1)
 
 
 def test_more_of_each_dimension_needs_less_memory():
