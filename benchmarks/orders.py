@@ -88,7 +88,9 @@ def main() -> None:
     options = parser.parse_args()
     if not options.json:
         print(COLUMNS.format_map({key: key for key in KEYS}))
-    models.run("orders", options, rows(options), show)
+    reported = models.report("orders", options.json, rows(options), show)
+    if options.out:
+        models.write(options.out, reported)
 
 
 if __name__ == "__main__":
