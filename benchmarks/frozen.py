@@ -3,6 +3,7 @@
     python -m benchmarks.frozen                         # four ranks, the last stage trained
     python -m benchmarks.frozen --trained 2 3 --schedules 1f1b
     python -m benchmarks.frozen --json                  # a list of objects, and nothing else
+    python -m benchmarks.frozen --out frozen.json       # and into a file, with the machine
 
 The stages are those of `benchmarks.timed`: eight layers, of which each sleeps 10 ms in its forward, its input gradient
 and its weight gradient, and 8 microbatches; tensors, graphs and transfers are real. Ranks that sleep need no cores.
@@ -13,15 +14,16 @@ and its weight gradient, and 8 microbatches; tensors, graphs and transfers are r
   Its stages agree on what requires a gradient, so that they compute no frozen half either; the order stays.
 - search: the schedule that `schedules.search` finds for the trained part of the model, with up to two stages on a rank.
 
-Predictions are `simulate` with the sleeps as costs and no transfers. A round runs every step in turn; times are medians
-of the rounds, and ratios are to the first step of fpipe in each round, as medians with quartiles. Before anything is
-timed, the gradients of the first three are compared.
+Predictions are `simulate` with the costs of `fpipe.profile`, the host's time for a piece and a measured link
+(`benchmarks.predictions`); of torch's step it is that of fpipe's. A round runs every step in turn; times are medians of
+the rounds, `ratio` is measured over predicted, and `over_first` over the first step of fpipe, as medians of the rounds'
+with quartiles. Before anything is timed, the gradients of the first three are compared.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,11 +32,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
 import fpipe
-from benchmarks import models, timed
-from fpipe import Costs, Placement, Plan, handlers
+from benchmarks import models, predictions, timed
+from fpipe import Costs, Pipeline, Placement, Plan, handlers
 from fpipe.plan import Schedule
 from fpipe.schedules.catalogue import CATALOGUE
-from fpipe.schedules.cuts import recut_for, recut_trained
+from fpipe.schedules.cuts import recut_trained
 
 RANKS = 4
 SCHEDULES: dict[str, Any] = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}
@@ -63,12 +65,19 @@ def job(
         gradients = [run() for run in (steps[name, way] for way in WAYS)]
         for other in gradients[1:]:
             torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=0)
-    times = {key: list[float]() for key in steps}
-    steps["search", "fpipe"]()
-    for _ in range(rounds):
-        for key, run in steps.items():
-            times[key].append(timed.milliseconds(run))
-    yield [row(key, models.LAYERS // ranks * layer, ranks, trained, times, next(iter(times))) for key in times]
+    link = predictions.ping(rank, timed.data(1)[0])
+    host = predictions.Host(handler, ranks, link, timed.brief)
+    plans = {key: ordered(*key, ranks, trained, models.LAYERS // ranks * layer) for key in keys}
+    costs = {key: replace(profile(plans[key][1], trained, layer, handler), communication=link) for key in keys}
+
+    def predict() -> dict[tuple[str, str], float]:
+        seconds = host.seconds()
+        with_host = {key: predictions.with_host(costs[key], plan, seconds) for key, (_, plan) in plans.items()}
+        return {key: fpipe.simulate(*plans[key], with_host[key]).makespan for key in keys}
+
+    results = predictions.compare(steps, predict, rounds)
+    first = results[keys[0]]
+    yield [row(key, plans[key][1], trained) | results[key].figures() | over(results[key], first) for key in keys]
 
 
 def step(
@@ -77,9 +86,7 @@ def step(
     """Return a function that runs a step, and returns the gradient of this rank's stage."""
     seconds = models.LAYERS // ranks * layer
     schedule, plan = ordered(name, way, ranks, trained, seconds)
-    pipeline, params = timed.stages(plan.stages, layer)
-    chosen = recut_trained(trained, ranks, plan.stages) or ()
-    pipeline = pipeline.freeze(params, lambda path, x: path[0] not in chosen)
+    pipeline, params = model(plan, trained, layer)
     batch, target = timed.data(models.MICROBATCHES)
     if way == "torch":
         module = TimedStage(params[rank], seconds, rank in trained)
@@ -102,6 +109,17 @@ def step(
     return ours
 
 
+def model(plan: Plan, trained: Sequence[int], layer: float) -> tuple[Pipeline, dict[int, Tensor]]:
+    """Return the pipeline of a plan, of which a part is frozen, and its params."""
+    pipeline, params = timed.stages(plan.stages, layer)
+    chosen = recut_trained(trained, plan.ranks, plan.stages) or ()
+    return pipeline.freeze(params, lambda path, x: path[0] not in chosen), params
+
+
+def profile(plan: Plan, trained: Sequence[int], layer: float, handler: handlers.Distributed) -> Costs:
+    return fpipe.profile(*model(plan, trained, layer), *timed.data(1), handler=handler, repeats=predictions.REPEATS)
+
+
 def ordered(name: str, way: str, ranks: int, trained: Sequence[int], seconds: float) -> tuple[Schedule, Plan]:
     """Return a step's schedule and plan."""
     plan = Plan(Placement.loop(ranks), models.MICROBATCHES, trained=None if way == "whole" else trained)
@@ -111,40 +129,21 @@ def ordered(name: str, way: str, ranks: int, trained: Sequence[int], seconds: fl
     return CATALOGUE[name].schedule(plan), plan
 
 
-def row(
-    key: tuple[str, str],
-    seconds: float,
-    ranks: int,
-    trained: Sequence[int],
-    times: dict[tuple[str, str], list[float]],
-    first: tuple[str, str],
-) -> dict[str, Any]:
-    model = Plan(Placement.loop(ranks), models.MICROBATCHES, trained=trained)
-    schedule, plan = ordered(*key, ranks, trained, seconds)
-    costs = recut_for(Costs(seconds, seconds, seconds), model, plan)
-    ratios = [b / a for a, b in zip(times[first], times[key], strict=True)]
-    return {
-        "schedule": key[0],
-        "by": key[1],
-        "ranks": ranks,
-        "stages": plan.stages,
-        "trained": sorted(trained),
-        "predicted_ms": 1e3 * fpipe.simulate(schedule, plan, costs).makespan,
-        "measured_ms": statistics.median(times[key]),
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
-        "rounds": len(ratios),
-    }
+def row(key: tuple[str, str], plan: Plan, trained: Sequence[int]) -> dict[str, Any]:
+    sizes = {"ranks": plan.ranks, "stages": plan.stages, "trained": sorted(trained)}
+    return {"schedule": key[0], "by": key[1], **sizes}
+
+
+def over(result: predictions.Rounds, first: predictions.Rounds) -> dict[str, Any]:
+    return predictions.spread("over_first", result.over(first))
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("{ranks} ranks, stages {trained} are trained, {rounds} rounds; ms".format(**rows[0]))
-    print(f"{'':16}{'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    print(f"{'':16}{'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13} {'over first':>11}")
     for r in rows:
-        print(
-            f"{r['schedule']:10}{r['by']:6}{r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end=""
-        )
-        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}", flush=True)
+        print(f"{r['schedule']:10}{r['by']:6}{r['predicted_ms']:10.1f} {r['measured_ms']:9.1f}", end="")
+        print(f" {r['ratio']:6.3f} {predictions.quartiles(r, 'ratio'):>13} {r['over_first']:11.3f}", flush=True)
 
 
 def main() -> None:
@@ -155,7 +154,7 @@ def main() -> None:
     options = parser.parse_args()
     arguments = options.schedules, options.trained, 1e-3 * options.layer, options.rounds
     parts = models.in_processes(job, RANKS, *arguments, limit=options.limit)
-    models.report("frozen", options.json, parts, show)
+    models.run("frozen", options, parts, show)
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def main() -> None:
         parts = (
             part for ranks in options.ranks for part in models.in_processes(job, ranks, *arguments, limit=options.limit)
         )
-        models.report("in_memory", options.json, parts, show)
+        models.run("in_memory", options, parts, show)
 
 
 if __name__ == "__main__":

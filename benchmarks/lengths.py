@@ -10,11 +10,12 @@ Lengths are lognormal with the given sigma, 16 microbatches a step, in the order
 average a microbatch, in multiples of 16. `timed` has four ranks whose pieces sleep in proportion to the length, for 10
 ms on average and rank.
 
-A prediction is `simulate` with costs from `fpipe.profile` for the average length, times `Costs(scale=)`, and with a
-measured link. The scale is interpolated between profiles of the shortest, the average and the longest length, because a
-part of a piece's time is the same for every length. The work is that of the busiest rank, predicted. All are medians of
-rounds, each of which profiles anew, because the machine's speed changes. Steps are measured from a barrier to a
-barrier; the first call of a step, which traces every length, is not counted.
+A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile` for the average length, times
+`Costs(scale=)`, the host's time for a piece, and a measured link. The scale is interpolated between profiles of the
+shortest, the average and the longest length, because a part of a piece's time, the host's above all, is the same for
+every length. The work is that of the busiest rank, predicted. All are medians of rounds, each of which profiles anew;
+`ratio` is the median of the rounds' ratios. Steps are measured from a barrier to a barrier; the first call of a step,
+which traces every length, is not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,8 +32,8 @@ import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, timed
-from fpipe import Costs, Microbatches, Pipeline, Timeline, handlers, interop
+from benchmarks import models, predictions, timed
+from fpipe import Costs, Link, Microbatches, Pipeline, handlers, interop
 from fpipe.schedules.catalogue import CATALOGUE
 
 RANKS = {"real": 2, "timed": 4}
@@ -59,9 +61,9 @@ def model(kind: str, stages: int) -> tuple[Pipeline, dict[int, Any]]:
     return Pipeline([stage] * stages, models.loss_fn), {s: torch.ones(4) for s in range(stages)}
 
 
-def data(kind: str, length: int) -> tuple[Tensor, Tensor]:
-    """Return a microbatch and its target."""
-    shape = (models.ROWS, length, WIDTH if kind == "real" else 1)
+def data(kind: str, length: int, microbatches: int = 1) -> tuple[Tensor, Tensor]:
+    """Return microbatches of a length and their target."""
+    shape = (microbatches * models.ROWS, length, WIDTH if kind == "real" else 1)
     return torch.full(shape, 0.5), torch.zeros(shape)
 
 
@@ -70,53 +72,58 @@ def job(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of each schedule, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    link = models.ping(rank, data(kind, LENGTH)[0])
+    link = predictions.ping(rank, data(kind, LENGTH)[0])
+    host = predictions.Host(handler, ranks, link, timed.brief if kind == "timed" else predictions.idle)
     for name in names:
-        plan = CATALOGUE[name].plan(ranks, MICROBATCHES)
-        pipeline, params = model(kind, plan.stages)
-        options: dict[str, Any] = {
-            "microbatches": 1,
-            "autodiff": "graph",
-            "handler": handler,
-            "repeats": models.REPEATS,
-        }
-        schedule = CATALOGUE[name].schedule(plan)
-        step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
-        cases = {}
-        for sigma in sigmas:
-            lengths = drawn(sigma)
-            for order, ordered in ORDERS.items():
-                each = [lengths[i] for i in ordered(lengths)]
-                batch, target = map(Microbatches, zip(*(data(kind, n) for n in each), strict=True))
-                call = partial(step, pipeline.params_on(params, plan, rank), batch, target)
-                call()
-                cases[sigma, order] = each, call
-        every = [length for each, _ in cases.values() for length in each]
-        profiled = sorted({min(every), LENGTH, max(every)})
-        times = {case: list[float]() for case in cases}
-        predictions = {case: list[Timeline]() for case in cases}
-        for _ in range(rounds):  # each with a profile of its own, for the machine's speed changes
-            profiles = {n: fpipe.profile(pipeline, params, *data(kind, n), **options) for n in profiled}
-            costs = replace(profiles[LENGTH], communication=link)
-            for case, (each, call) in cases.items():
-                times[case].append(timed.milliseconds(call))
-                scaled = replace(costs, scale=scales(profiles, each), sizes=[n / LENGTH for n in each])
-                predictions[case].append(fpipe.simulate(schedule, plan, scaled))
-        rows = []
-        for (sigma, order), timelines in predictions.items():
-            rows.append(
-                {
-                    "stages": kind,
-                    "ranks": ranks,
-                    "schedule": name,
-                    "sigma": sigma,
-                    "order": order,
-                    "measured_ms": statistics.median(times[sigma, order]),
-                    "predicted_ms": 1e3 * statistics.median(timeline.makespan for timeline in timelines),
-                    "work_ms": 1e3 * statistics.median(max(timeline.busy) for timeline in timelines),
-                }
-            )
-        yield rows
+        yield of_schedule(name, kind, sigmas, rounds, handler, link, host)
+
+
+def of_schedule(
+    name: str,
+    kind: str,
+    sigmas: Sequence[float],
+    rounds: int,
+    handler: handlers.Distributed,
+    link: Link,
+    host: predictions.Host,
+) -> list[dict[str, Any]]:
+    """Return the rows of a schedule, of every sigma and order."""
+    plan = CATALOGUE[name].plan(RANKS[kind], MICROBATCHES)
+    pipeline, params = model(kind, plan.stages)
+    schedule = CATALOGUE[name].schedule(plan)
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
+    lengths, calls = {}, {}
+    for sigma, (order, ordered) in product(sigmas, ORDERS.items()):
+        each = drawn(sigma)
+        each = lengths[sigma, order] = [each[i] for i in ordered(each)]
+        batch, target = map(Microbatches, zip(*(data(kind, n) for n in each), strict=True))
+        calls[sigma, order] = partial(step, pipeline.params_on(params, plan, handler.rank), batch, target)
+    every = [length for each in lengths.values() for length in each]
+    count = 1 if kind == "timed" else models.PROFILED
+    options: dict[str, Any] = {"microbatches": count, "autodiff": "graph", "handler": handler}
+    work = {case: list[float]() for case in lengths}
+
+    def profile(length: int, seconds: float) -> Costs:
+        each = data(kind, length, count)
+        costs = fpipe.profile(pipeline, params, *each, repeats=predictions.REPEATS, **options)
+        return predictions.with_host(replace(costs, communication=link), plan, seconds)
+
+    def predict() -> dict[tuple[float, str], float]:
+        seconds, predicted = host.seconds(), {}
+        profiles = {length: profile(length, seconds) for length in sorted({min(every), LENGTH, max(every)})}
+        for case, each in lengths.items():
+            factors = {"scale": scales(profiles, each), "sizes": [length / LENGTH for length in each]}
+            timeline = fpipe.simulate(schedule, plan, replace(profiles[LENGTH], **factors))
+            predicted[case] = timeline.makespan
+            work[case].append(1e3 * max(timeline.busy))
+        return predicted
+
+    return [
+        {"stages": kind, "ranks": plan.ranks, "schedule": name, "sigma": case[0], "order": case[1]}
+        | result.figures()
+        | {"work_ms": statistics.median(work[case])}
+        for case, result in predictions.compare(calls, predict, rounds).items()
+    ]
 
 
 def scales(profiles: Mapping[int, Costs], lengths: Sequence[int]) -> list[float]:
@@ -131,7 +138,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         measured, predicted, work = (row[key] for key in ("measured_ms", "predicted_ms", "work_ms"))
         print(
             f"{row['stages']:5}  {row['ranks']} ranks  {row['schedule']:6}  sigma {row['sigma']:g}  {row['order']:5}  "
-            f"measured {measured:6.0f} ms  predicted {predicted:6.0f} ms  ({measured / predicted:.2f})  "
+            f"measured {measured:6.0f} ms  predicted {predicted:6.0f} ms  ({row['ratio']:.3f})  "
             f"over the work {measured / work:.2f}",
             flush=True,
         )
@@ -142,7 +149,6 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.3, 0.6])
-    models.add_out(parser)
     options = parser.parse_args()
     arguments = options.schedules, options.sigmas, options.rounds
     parts = (
@@ -150,9 +156,7 @@ def main() -> None:
         for kind in options.stages
         for part in models.in_processes(job, RANKS[kind], kind, *arguments, limit=options.limit)
     )
-    rows = models.report("lengths", options.json, parts, show)
-    if options.out:
-        models.write(options.out, rows)
+    models.run("lengths", options, parts, show)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m benchmarks.mesh                                      # 2 ranks x 2 replicas, every width and schedule
     python -m benchmarks.mesh --width 32 --schedules zb-v --resident all
     python -m benchmarks.mesh --json                               # a list of objects, and nothing else
+    python -m benchmarks.mesh --out mesh.json                      # and into a file, with the machine
 
 The model, the microbatches and the timing are those of `benchmarks.peers`; each of two replicas has a batch of its own.
 Parameters are sharded over the replicas: `interop.fsdp` and `fully_shard` of each stage. Four processes over gloo, one
@@ -15,6 +16,9 @@ under a split backward, where torch's gradients are then wrong). A rank that has
 
 Times are medians of rounds, ratios medians of the rounds' ratios. Bytes are the most that a step has at once beyond
 shards and batch, on the rank that has the most. Gathers are counted on the rank that has the most.
+
+Nothing is predicted: where the four processes exceed cores, a rank that waits gives its core to another, so that
+bubbles vanish. The ratio is fpipe's time over torch's.
 """
 
 from __future__ import annotations
@@ -159,7 +163,8 @@ def row(case: tuple[str, str], key: str, width: int, times: peers.Times) -> dict
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n{RANKS} ranks x {REPLICAS} replicas, width {rows[0]['width']}, {rows[0]['rounds']} rounds")
+    print(f"\n{RANKS} ranks x {REPLICAS} replicas, width {rows[0]['width']}, {rows[0]['rounds']} rounds", end="")
+    print("; ranks exceed cores, so that nothing is predicted" if models.cores() < RANKS * REPLICAS else "")
     print(f"{'':45} {'ms a step':>17} {'':7} {'peak MiB':>15} {'gathers':>13}")
     print(f"{'':19}{'resident':26} {'fpipe':>8} {'torch':>8} {'ratio':>7} {'fpipe':>7} {'torch':>7}", end="")
     print(f" {'fpipe':>6} {'torch':>6}")
@@ -180,7 +185,7 @@ def main() -> None:
     options = parser.parse_args()
     arguments = options.width, options.schedules, options.resident, options.steps, options.rounds
     parts = models.in_processes(job, RANKS * REPLICAS, *arguments, limit=options.limit)
-    models.report("mesh", options.json, parts, show)
+    models.run("mesh", options, parts, show)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pathlib
 import platform
 import queue
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,10 +22,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import ProcessException
 
-from fpipe import Link
-
 LAYERS, HEADS, MICROBATCHES, ROWS = 8, 4, 8, 2
-PINGS, REPEATS = 200, 5  # messages there and back, steps that are profiled
+REPEATS = 5  # steps that are profiled
 PROFILED = 3  # microbatches of a profile of real compute; the median leaves out the first, which makes the sums
 WIDTHS, RANKS = (32, 256, 512), (2, 4)
 TIMEOUT = 120.0  # seconds that a rank waits for another
@@ -50,28 +47,6 @@ def data(width: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     batch, target = torch.randn(2, MICROBATCHES * ROWS, 8 if width == 32 else 64, width, generator=generator)
     return batch, target
-
-
-def ping(rank: int, value: Tensor) -> Link:
-    """Measure half of a round trip of a message between ranks 0 and 1, empty and as large as an activation."""
-
-    def seconds(message: Tensor) -> float:
-        times = []
-        for _ in range(PINGS):
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(message, 1)
-                dist.recv(message, 1)
-            elif rank == 1:
-                dist.recv(message, 0)
-                dist.send(message, 0)
-            times.append((time.perf_counter() - start) / 2)
-        return statistics.median(times)
-
-    took: list[Any] = [seconds(torch.empty(1)), seconds(torch.empty_like(value))]
-    dist.broadcast_object_list(took, 0)  # every rank takes rank 0's
-    least, whole = took
-    return Link(least, value.nbytes / max(whole - least, 1e-9))
 
 
 def cores() -> int:
@@ -104,11 +79,17 @@ def output(text: str, kinds: Sequence[str] = (".json", ".svg", ".png")) -> pathl
 
 
 def parser(description: str | None, rounds: int, limit: int | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the options that all measurements have; with a limit, of those in several processes."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Return a parser of the options that all measurements have; with a limit, of those in several processes.
+
+    An option that a benchmark adds by one of these names takes the place of it.
+    """
+    result = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
+    )
     result.add_argument("--rounds", type=positive, default=rounds)
     if limit is not None:
         result.add_argument("--limit", type=positive, default=limit, help="seconds until the processes are ended")
+        add_out(result)
     result.add_argument("--json", action="store_true", help="print a list of objects")
     return result
 
@@ -137,6 +118,19 @@ def report(
         sys.exit(f"{name}: {str(error).strip()}")
     if as_json:
         print(json.dumps(rows, indent=1))
+    return rows
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    parts: Iterable[list[dict[str, Any]]],
+    show: Callable[[list[dict[str, Any]]], None],
+) -> list[dict[str, Any]]:
+    """Report the rows of a benchmark as its options say, `--json` and `--out`; return them."""
+    rows = report(name, options.json, parts, show)
+    if options.out:
+        write(options.out, rows)
     return rows
 
 

@@ -3,6 +3,7 @@
     python -m benchmarks.offload                        # two tables
     python -m benchmarks.offload --tables timed --layer 10
     python -m benchmarks.offload --json                 # a list of objects, and nothing else
+    python -m benchmarks.offload --out offload.json     # and into a file, with the machine
 
 - timed: four ranks, whose stages sleep as those of `benchmarks.timed` do and pass on 1 MiB a microbatch. Ranks that
   sleep need no cores.
@@ -15,15 +16,15 @@ The schedule is GPipe, with 16 microbatches on four ranks and with 8 on two. The
 - recompute: likewise with `slower=0.1, recompute=True`, for a link to the host of no use.
 
 On the CPU a copy to the host is one into memory outside of torch's allocator, by a thread beside the rank's.
-Predictions are `simulate` and `verify(...).peak_bytes` with costs of `fpipe.profile`, and measured links between ranks.
-Bytes are those of the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn;
-times are medians of the rounds, and ratios are to the plain step of each round, as medians with quartiles. Before
-anything is timed, the gradients of all ways are compared in bits.
+Predictions (`benchmarks.predictions`) are `simulate` and `verify(...).peak_bytes` with costs of `fpipe.profile`, those
+of each round where stages compute, the host's time for a piece, and a measured link between ranks. Bytes are those of
+the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn; times are medians of
+the rounds, `ratio` is measured over predicted, and `over_plain` over the plain step, as medians of the rounds' with
+quartiles. Before anything is timed, the gradients of all ways are compared in bits.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, timed
+from benchmarks import models, predictions, timed
 from fpipe import Costs, Pipeline, Placement, ScheduleError, handlers
 from fpipe.effects import Offload, Recompute
 
@@ -101,19 +102,28 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     one = len(batch) // microbatches
     options: dict[str, Any] = {"autodiff": "graph", "handler": handler}
-    costs = fpipe.profile(pipeline, params, batch[:one], target[:one], repeats=models.REPEATS, **options)
-    costs = replace(costs, communication=models.ping(rank, batch[:one]))
+    link = predictions.ping(rank, batch[:one])
+    host = predictions.Host(handler, ranks, link, timed.brief if name == "timed" else predictions.idle)
+
+    def profile(repeats: int) -> Costs:
+        costs = fpipe.profile(pipeline, params, batch[:one], target[:one], repeats=repeats, **options)
+        return replace(costs, communication=link)
+
+    costs = profile(models.REPEATS)
     ways, own = passes(schedule, plan, costs), pipeline.params_on(params, plan, rank)
     live = {way: fpipe.LiveBytes() for way in WAYS}
     make = partial(fpipe.value_and_grad, pipeline, schedule, plan, **options)
     steps = {way: partial(make(offload=ways[way]), own, batch, target) for way in WAYS}
     compare([step() for step in steps.values()])
     peaks = {way: peak(make(offload=ways[way], observe=live[way]), live[way], own, batch, target) for way in WAYS}
-    times = {way: list[float]() for way in WAYS}
-    for _ in range(rounds):
-        for way, step in steps.items():
-            times[way].append(timed.milliseconds(step))
-    yield [row(name, way, plan, costs, ways[way], peaks[way], times) for way in WAYS]
+
+    def predict() -> dict[str, float]:
+        now = costs if name == "timed" else profile(predictions.REPEATS)
+        now = predictions.with_host(now, plan, host.seconds())
+        return {way: fpipe.simulate(schedule, plan, now, offload=ways[way]).makespan for way in WAYS}
+
+    results = predictions.compare(steps, predict, rounds)
+    yield [row(name, way, plan, costs, ways[way], peaks[way], results) for way in WAYS]
 
 
 def compare(results: Sequence[Any]) -> None:
@@ -132,12 +142,17 @@ def peak(step: Callable[..., Any], live: fpipe.LiveBytes, *arguments: Any) -> in
 
 
 def row(
-    name: str, way: str, plan: fpipe.Plan, costs: Costs, moved: Any, measured: int, times: dict[str, list[float]]
+    name: str,
+    way: str,
+    plan: fpipe.Plan,
+    costs: Costs,
+    moved: Any,
+    measured: int,
+    results: dict[str, predictions.Rounds],
 ) -> dict[str, Any]:
     _, schedule, _ = JOBS[name]
     effects = [effect for program in fpipe.lower(schedule, plan, offload=moved).values() for effect in program]
     report = fpipe.verify(schedule, plan, costs=costs, offload=moved)
-    ratios = [b / a for a, b in zip(times["plain"], times[way], strict=True)]
     return {
         "table": name,
         "way": way,
@@ -146,13 +161,10 @@ def row(
         "microbatches": plan.microbatches,
         "offloads": sum(isinstance(effect, Offload) for effect in effects),
         "recomputes": sum(isinstance(effect, Recompute) for effect in effects),
-        "predicted_ms": 1e3 * fpipe.simulate(schedule, plan, costs, offload=moved).makespan,
-        "measured_ms": statistics.median(times[way]),
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
+        **results[way].figures(),
+        **predictions.spread("over_plain", results[way].over(results["plain"])),
         "predicted_bytes": max(report.peak_bytes or (0,)),
         "measured_bytes": measured,
-        "rounds": len(ratios),
     }
 
 
@@ -160,12 +172,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     title = "{table}: {schedule} on {ranks} ranks, {microbatches} microbatches, {rounds} rounds"
     print(f"\n{title.format(**rows[0])}; MiB of live values of the rank with the most")
     print(f"{'':10}{'offloads':>9} {'recomputes':>10} {'predicted':>10} {'measured':>9}", end="")
-    print(f" {'ms predicted':>13} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    print(f" {'ms predicted':>13} {'measured':>9} {'ratio':>6} {'over plain':>11} {'quartiles':>13}")
     for r in rows:
         predicted, measured = (r[f"{which}_bytes"] / 2**20 for which in ("predicted", "measured"))
         print(f"{r['way']:10}{r['offloads']:9} {r['recomputes']:10} {predicted:10.2f} {measured:9.2f}", end="")
         print(f" {r['predicted_ms']:13.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
-        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}", flush=True)
+        print(f" {r['over_plain']:11.3f} {predictions.quartiles(r, 'over_plain'):>13}", flush=True)
 
 
 def main() -> None:
@@ -179,7 +191,7 @@ def main() -> None:
             arguments = name, 1e-3 * options.layer, options.rounds
             yield from models.in_processes(job, JOBS[name][0], *arguments, limit=options.limit)
 
-    models.report("offload", options.json, parts(), show)
+    models.run("offload", options, parts(), show)
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    models.report("overhead", options.json, measured(options.parts, options.rounds, options.limit), show)
+    models.run("overhead", options, measured(options.parts, options.rounds, options.limit), show)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, timed
+from benchmarks import models, predictions, timed
 from fpipe import Pipeline, Placement, Plan, handlers, parallel, schedules
 from fpipe.effects import Effect, Forward, Overlap
 from fpipe.handlers.calls import FUNCTIONS
@@ -250,17 +250,12 @@ def row(layer: float, collective: float, times: dict[str, list[float]], overlaps
         "bound_ms": max(posted, link),
         "unbraided_ms": unbraided,
         "braided_ms": braided,
-        **_with_quartiles("speedup", speedups),
-        **_with_quartiles("over_bound", over),
-        **_with_quartiles("over_larger", over_larger),
+        **predictions.spread("speedup", speedups),
+        **predictions.spread("over_bound", over),
+        **predictions.spread("over_larger", over_larger),
         "overlaps": overlaps,
         "rounds": len(over),
     }
-
-
-def _with_quartiles(name: str, ratios: list[float]) -> dict[str, Any]:
-    quartiles = statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2
-    return {name: statistics.median(ratios), f"{name}_quartiles": quartiles}
 
 
 def show(r: dict[str, Any]) -> None:
@@ -277,13 +272,10 @@ def main() -> None:
         "--layer", nargs="+", type=models.positive, default=[1, 2, 4, 8], help="milliseconds of a forward"
     )
     parser.add_argument("--collective", type=models.positive, default=2, help="ms of a sum over processes")
-    models.add_out(parser)
     options = parser.parse_args()
     arguments = [1e-3 * ms for ms in options.layer], 1e-3 * options.collective, options.rounds
     parts = ([measured] for measured in models.in_processes(job, 2, *arguments, limit=options.limit))
-    rows = models.report("overlap", options.json, parts, lambda part: show(*part))
-    if options.out:
-        models.write(options.out, rows)
+    models.run("overlap", options, parts, lambda part: show(*part))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
     python -m benchmarks.partitions                                # all tables
     python -m benchmarks.partitions --tables simulated --models gemma
     python -m benchmarks.partitions --json                         # a list of objects, and nothing else
+    python -m benchmarks.partitions --out partitions.json          # and into a file, with the machine
     python -m benchmarks.partitions --profile benchmarks/unlike_layers.json      # of this machine
 
 - `real`: two ranks over gloo. An embedding, dense blocks, two mixtures of experts, and a head that takes as long as
   several blocks.
 - `timed4`, `timed8`: four and eight ranks whose pieces sleep for the costs of such layers, in milliseconds.
 - `profiled4`: four ranks whose pieces sleep for the profile of a model, in proportion, with its bytes:
-  `benchmarks/unlike_layers.json`. A loop of `train_step`, without barriers.
+  `benchmarks/unlike_layers.json`.
+- `moved4`: four ranks whose pieces sleep and keep residuals, by 1F1B, and by 1F1B in less memory than it needs: what
+  has no room is moved to the host, or recomputed. The most live bytes of a rank are measured, too, beside
+  `verify(costs=).peak_bytes`.
 - `simulated`: the models of `benchmarks.mixed_models` on eight ranks, with 32 microbatches.
 
 Five layouts take turns. `1f1b` and `interleaved` are what torch's and Megatron's guides recommend: stages of equal
@@ -19,16 +23,16 @@ makes them. `published` is the best of all schedules in a fixed order, each on t
 `found` is what `schedules.search(layouts=True)` finds, from a profile of the layers. The last three keep to the memory
 that the larger of the first two takes, with a quarter more where they are measured, the former where it can.
 
-A prediction is `simulate` with the costs of the layers, from `fpipe.profile` or the times that they sleep, with the
-host's time for a piece, from a step of stages that do nothing, and a measured link. Times are medians of rounds in
-which all layouts take turns; `over` is that of 1F1B over a layout's. `bound` is what no layout of the layers costs less
-than. A measured step goes from a barrier to a barrier, so that its prediction is the makespan; that of `profiled4` is
-the period of a loop without barriers, and `simulated` has the cost, which is the least that a period can be.
+Measured is the period of a loop of `train_step` without barriers, because the search makes that least. A layout is
+chosen once, by the costs of the layers, from `fpipe.profile` or the times that they sleep. Its prediction
+(`benchmarks.predictions`) is the period by `simulate`, with a profile of its stages, of each round in `real`, the time
+of the host for a piece, and a measured link. Times are medians of rounds in which all layouts take turns; `over` is
+that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `simulated` has the cost, which is
+the least that a period can be. `bound` is what no layout of the layers costs less than.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import pathlib
 import statistics
@@ -36,15 +40,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks import mixed_models, models, periods, timed
+from benchmarks import mixed_models, models, periods, predictions, timed
+from benchmarks.offload import peak
 from fpipe import Costs, Pipeline, Placement, Plan, handlers, interop, schedules
+from fpipe.effects import Offload, Recompute
 from fpipe.errors import ScheduleError
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import CATALOGUE, Found
@@ -53,9 +58,8 @@ from fpipe.schedules.partitions import Partition, balanced, even
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 
-T = TypeVar("T")
-RANKS = {"real": 2, "timed4": 4, "timed8": 8, "profiled4": 4, "simulated": 8}
-MICROBATCHES = {"real": 8, "timed4": 16, "timed8": 24, "profiled4": 16, "simulated": 32}
+RANKS = {"real": 2, "timed4": 4, "timed8": 8, "profiled4": 4, "moved4": 4, "simulated": 8}
+MICROBATCHES = {"real": 8, "timed4": 16, "timed8": 24, "profiled4": 16, "moved4": 16, "simulated": 32}
 ROOM = {"simulated": 1.0}  # memory over that of the guides; measured tables have a quarter more, so that nothing moves
 PUBLISHED = [entry.name for entry in CATALOGUE.values() if not entry.limited and entry.slices in (None, 1)]
 GUIDES = {"1f1b": "1f1b", "interleaved": "interleaved-1f1b"}
@@ -64,13 +68,13 @@ WIDTH, VOCABULARY, CONTEXT = 128, 4096, 64  # of the real model
 MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "timed4": (0.5, *[4] * 6, 8, 4, 8, *[4] * 4, 14),
     "timed8": (0.5, *[3] * 12, 6, 3, 6, 3, 6, *[3] * 6, 16),
+    "moved4": (5,) * 8,
 }
 PROFILE = pathlib.Path(__file__).with_name("unlike_layers.json")
 WORK = 0.48  # seconds that all pieces of `profiled4` sleep for a microbatch
-SIDE = 32  # of an activation of timed stages
+SIDE, WIDE = 32, 2**18  # of an activation of timed stages, and of those that keep residuals
+LIMIT = 0.7  # of the bytes of 1F1B, in which `moved4` has to do
 LOOP = 4  # steps of a loop, of which the later half is timed
-IDLE = 32  # microbatches of stages that do nothing
-SEARCH = 600  # seconds that processes wait for the one that searches
 
 
 # Models
@@ -132,8 +136,10 @@ class Layers:
 
     def __init__(self, table: str) -> None:
         self.module = real() if table == "real" else None
+        self.keeps_residuals = table == "moved4"
         self.costs = None if self.module is not None else known(table)
         self.count = len(self.module) if self.module is not None else len(self.times["forward"])
+        self.plan = of_layers(self.count, RANKS[table], MICROBATCHES[table])
 
     @property
     def times(self) -> dict[str, list[float]]:
@@ -150,13 +156,22 @@ class Layers:
         ends = [*zip([0, *cuts], [*cuts, self.count], strict=True)]
         forward, inputs, weights = ([sum(self.times[name][a:b]) for a, b in ends] for name in HALVES)
         inputs[0], weights[0] = 0.0, inputs[0] + weights[0]  # of its first stage nobody needs an input gradient
-        stages = [partial(sleeping, seconds) for seconds in zip(forward, inputs, weights, strict=True)]
-        return Pipeline(stages, models.loss_fn), {s: torch.ones(4) for s in range(len(stages))}
+        keeps = [(end - begin) * self.keeps_residuals for begin, end in ends]
+        seconds = zip(forward, inputs, weights, strict=True)
+        stages = [partial(sleeping, *each) for each in zip(seconds, keeps, strict=True)]
+        loss = squares if self.keeps_residuals else models.loss_fn
+        return Pipeline(stages, loss), {s: torch.ones(4) for s in range(len(stages))}
 
     def data(self, microbatches: int) -> tuple[Tensor, Tensor]:
         if self.module is None:
-            return torch.ones(microbatches, SIDE), torch.zeros(microbatches, SIDE)
+            side = WIDE if self.keeps_residuals else SIDE
+            return torch.ones(microbatches, side), torch.zeros(microbatches, side)
         return tokens(microbatches)
+
+
+def squares(y: Tensor, t: Tensor) -> Tensor:
+    """Return the mean square error; torch's own returns a number in memory as large as `y`, which a step keeps."""
+    return (y - t).square().mean()
 
 
 def known(table: str) -> Costs:
@@ -170,27 +185,11 @@ def known(table: str) -> Costs:
     return replace(costs, **{name: [scale * each for each in listed] for name, listed in times.items()})
 
 
-def sleeping(seconds: Sequence[float], w: Tensor, x: Tensor) -> Tensor:
+def sleeping(seconds: Sequence[float], residuals: int, w: Tensor, x: Tensor) -> Tensor:
+    """Sleep in each pass, as a stage that keeps some residuals of the size of its input."""
+    for _ in range(residuals):
+        x = torch.tanh(x * w.mean())
     return timed.forward(x, w, list(seconds))
-
-
-def host_time(handler: handlers.Distributed, ranks: int, link: fpipe.Link) -> float:
-    """Return the seconds of an effect whose piece does nothing, with the posts of its transfers, as on rank 0.
-
-    GPipe on p ranks runs 2 (m + p - 1) of them one after another, and 2 (p - 1) transfers.
-    """
-    pipeline = Pipeline([lambda w, x: x * w] * ranks, models.loss_fn)
-    plan = pipeline.plan(Placement.loop(ranks), IDLE)
-    step = fpipe.value_and_grad(pipeline, "gpipe", plan, handler=handler, autodiff="graph")
-    params, data = {handler.rank: torch.ones(SIDE)}, (torch.ones(IDLE, SIDE), torch.zeros(IDLE, SIDE))
-    step(params, *data)
-    seconds = 1e-3 * statistics.median(timed.milliseconds(lambda: step(params, *data)) for _ in range(models.REPEATS))
-    return on_first(lambda: max(0.0, seconds - 2 * (ranks - 1) * link.latency) / (2 * (IDLE + ranks - 1)))
-
-
-def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
-    """Return the costs of stages with the host's time in that of each piece."""
-    return Grouping(plan, [1] * plan.stages, host).costs(costs, plan)
 
 
 # Layouts
@@ -239,9 +238,22 @@ def layouts(plan: Plan, costs: Costs, room: float = 1.0, host: float = 0.0) -> d
     limit = room * max(each.bytes for each in chosen.values())
     chosen["named"] = min(named(plan, costs, host), key=lambda each: (max(limit, each.bytes), each.timeline.cost))
     for way, names in {"published": PUBLISHED, "found": None}.items():
-        partition, name, *how = on_first(partial(searched, plan, costs, limit, host, names))
+        partition, name, *how = predictions.on_first(partial(searched, plan, costs, limit, host, names))
         chosen[way] = grouped(name, partition, plan, costs, host, *how)
     return chosen
+
+
+def limited(plan: Plan, costs: Costs, host: float) -> dict[str, Found]:
+    """Return 1F1B, and 1F1B in less memory, with residuals moved to the host, and recomputed."""
+    layout = partial(grouped, "1f1b", by_number(Placement.loop(plan.ranks), plan.stages), plan, costs, host)
+    plain = layout()
+    useless = replace(plain.costs, offload=1e6, fetch=1e6)
+    limit, slower = LIMIT * plain.bytes, 0.5
+    return {
+        "1f1b": plain,
+        "moved": layout(offload=fpipe.offload(limit, plain.costs, slower=slower)),
+        "recomputed": layout(offload=fpipe.offload(limit, useless, slower=slower, recompute=True)),
+    }
 
 
 def searched(plan: Plan, costs: Costs, limit: float, host: float, names: Sequence[str] | None) -> tuple[Any, ...]:
@@ -250,16 +262,6 @@ def searched(plan: Plan, costs: Costs, limit: float, host: float, names: Sequenc
     best = schedules.search(plan, costs, **options, names=names)
     within = limit if CATALOGUE[best.name].limited else None
     return Partition(best.plan.placement, best.layers), best.name, within, best.offload, best.lower_bound
-
-
-def on_first(search: Callable[[], T]) -> T:
-    """Return the result of a function that one process calls, where there are several."""
-    if not dist.is_initialized():
-        return search()
-    results: list[Any] = [search() if dist.get_rank() == 0 else None]
-    group = dist.new_group(timeout=datetime.timedelta(seconds=SEARCH))
-    dist.broadcast_object_list(results, 0, group)
-    return cast(T, results[0])
 
 
 def named(plan: Plan, costs: Costs, host: float) -> Iterator[Found]:
@@ -276,50 +278,88 @@ def named(plan: Plan, costs: Costs, host: float) -> Iterator[Found]:
 
 def job(rank: int, ranks: int, table: str, rounds: int) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of a table, as measured on rank 0."""
-    layers, handler = Layers(table), handlers.Distributed(timeout=models.TIMEOUT)
-    options: dict[str, Any] = {"handler": handler, "autodiff": "graph"}
-    fine, params = layers.pipeline(range(1, layers.count))
-    microbatches = MICROBATCHES[table]
-    costs = fpipe.profile(fine, params, *layers.data(1), repeats=models.REPEATS, **options)
-    link = models.ping(rank, torch.ones(1, SIDE) if table != "real" else torch.ones(2, CONTEXT, WIDTH))
-    if table == "profiled4":  # the outputs of its file do not travel
-        costs, link = known(table), fpipe.Link(link.latency)
-    costs, host = replace(costs, communication=link, **layers.times), host_time(handler, ranks, link)
-    chosen = layouts(of_layers(layers.count, ranks, microbatches), costs, ROOM.get(table, 1.25), host)
-    if table == "profiled4":
-        loops = {way: (loop(layers, found, options), periods.nothing) for way, found in chosen.items()}
-        times = periods.measure(loops, LOOP, rounds)
-    else:
-        times = measure({way: step(layers, found, options) for way, found in chosen.items()}, rounds)
-    yield [row(table, table, way, found, chosen, times, host) for way, found in chosen.items()]
+    process = Process(rank, ranks, table)
+    chosen = process.layouts()
+    loops = {way: process.loop(found) for way, found in chosen.items()}
+    results = predictions.compare(loops, process.predictor(chosen), rounds, partial(predictions.period, steps=LOOP))
+    sizes = {way: process.sizes(found) if table == "moved4" else {} for way, found in chosen.items()}
+    rows = {way: row(table, table, way, found, chosen, results, process.host) for way, found in chosen.items()}
+    yield [each | sizes[way] for way, each in rows.items()]
 
 
-def measure(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each way's step in each round."""
-    times = {way: list[float]() for way in steps}
-    for run in steps.values():
-        run()
-    for _ in range(rounds):
-        for way, run in steps.items():
-            times[way].append(timed.milliseconds(run))
-    return times
+class Process:
+    """One process of a table."""
+
+    def __init__(self, rank: int, ranks: int, table: str) -> None:
+        self.table, self.layers, self.is_timed = table, Layers(table), table != "real"
+        self.handler = handlers.Distributed(timeout=models.TIMEOUT)
+        self.optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
+        shape = (2, CONTEXT, WIDTH) if table == "real" else (1, WIDE if self.layers.keeps_residuals else SIDE)
+        link = predictions.ping(rank, torch.ones(shape))
+        stage = timed.brief if self.is_timed else predictions.idle
+        self.host = predictions.Host(self.handler, ranks, link, stage)
+        # The outputs of the file of `profiled4` do not travel.
+        self.link = fpipe.Link(link.latency) if table == "profiled4" else link
+
+    def layouts(self) -> dict[str, Found]:
+        """Return the layouts that are compared."""
+        fine, plan = range(1, self.layers.count), self.layers.plan
+        costs = known(self.table) if self.table == "profiled4" else self.profile(fine, models.REPEATS)
+        costs = replace(costs, communication=self.link, **self.layers.times)
+        host = self.host.seconds(models.REPEATS)
+        if self.table == "moved4":
+            return limited(plan, costs, host)
+        return layouts(plan, costs, ROOM.get(self.table, 1.25), host)
+
+    def profile(self, cuts: Sequence[int], repeats: int) -> Costs:
+        """Return the costs of stages; `cuts` are the layers with which they begin, but for the first."""
+        count = 1 if self.is_timed else models.PROFILED
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "optimizer": self.optimizer}
+        options |= {"microbatches": count, "repeats": repeats}
+        costs = fpipe.profile(*self.layers.pipeline(cuts), *self.layers.data(count), **options)
+        return replace(costs, communication=self.link)
+
+    def predictor(self, chosen: dict[str, Found]) -> Callable[[], dict[str, float]]:
+        """Return a function that returns the seconds of each layout, as the machine is when it is called."""
+
+        def profiles() -> dict[str, Costs]:
+            return {way: self.profile(found.cuts, predictions.REPEATS) for way, found in chosen.items()}
+
+        first = profiles() if self.is_timed else {}
+
+        def predict() -> dict[str, float]:
+            host, costs = self.host.seconds(), first or profiles()
+            return {way: period(found, costs[way], host) for way, found in chosen.items()}
+
+        return predict
+
+    def loop(self, found: Found) -> periods.Loop:
+        """Return a training loop of a layout."""
+        pipeline, params, options = self.step(found)
+        train = fpipe.train_step(pipeline, found.schedule, found.plan, self.optimizer, **options)
+        return periods.Loop(train, params, self.optimizer, *self.layers.data(found.plan.microbatches))
+
+    def sizes(self, found: Found) -> dict[str, Any]:
+        """Return the most live bytes of the rank that has the most, predicted and measured."""
+        (pipeline, params, options), live = self.step(found), fpipe.LiveBytes()
+        step = fpipe.value_and_grad(pipeline, found.schedule, found.plan, observe=live, **options)
+        measured = peak(step, live, params, *self.layers.data(found.plan.microbatches))
+        costs = self.profile(found.cuts, 1)
+        report = fpipe.verify(found.schedule, found.plan, costs=costs, offload=found.offload)
+        return {"predicted_bytes": max(report.peak_bytes or (0,)), "measured_bytes": measured}
+
+    def step(self, found: Found) -> tuple[Pipeline, Any, dict[str, Any]]:
+        """Return a layout's pipeline, this rank's params, and the options of a step."""
+        pipeline, params = self.layers.pipeline(found.cuts)
+        options = {"handler": self.handler, "autodiff": "graph", "offload": found.offload}
+        return pipeline, pipeline.params_on(params, found.plan, self.handler.rank), options
 
 
-def loop(layers: Layers, found: Found, options: dict[str, Any]) -> periods.Loop:
-    """Return a training loop of a layout."""
-    pipeline, params = layers.pipeline(found.cuts)
-    optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
-    train = fpipe.train_step(pipeline, found.schedule, found.plan, optimizer, offload=found.offload, **options)
-    own = pipeline.params_on(params, found.plan, options["handler"].rank)
-    return periods.Loop(train, own, optimizer, *layers.data(found.plan.microbatches))
-
-
-def step(layers: Layers, found: Found, options: dict[str, Any]) -> Callable[[], object]:
-    """Return a function that runs a step of a layout."""
-    pipeline, params = layers.pipeline(found.cuts)
-    run = fpipe.value_and_grad(pipeline, found.schedule, found.plan, offload=found.offload, **options)
-    own = pipeline.params_on(params, found.plan, options["handler"].rank)
-    return partial(run, own, *layers.data(found.plan.microbatches))
+def period(found: Found, costs: Costs, host: float) -> float:
+    """Return the predicted seconds of a step in a loop, by the costs of its stages."""
+    costs = predictions.with_host(costs, found.plan, host)
+    updated = schedules.updating(found.schedule)
+    return fpipe.simulate(updated, found.plan, costs, offload=found.offload, steps=LOOP).period
 
 
 def simulated(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -332,28 +372,17 @@ def simulated(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
         yield [row("simulated", name, way, found, chosen, {}) for way, found in chosen.items()]
 
 
-def prediction(table: str, found: Found) -> float:
-    """Return the time of a step as its table has it."""
-    if table == "simulated":
-        return found.timeline.cost
-    if table != "profiled4":
-        return found.timeline.makespan
-    updated = schedules.updating(found.schedule)
-    return fpipe.simulate(updated, found.plan, found.costs, offload=found.offload, steps=LOOP).period
-
-
 def row(
     table: str,
     model: str,
     way: str,
     found: Found,
     chosen: dict[str, Found],
-    times: dict[str, list[float]],
-    host: float = 0.0,
+    results: dict[str, predictions.Rounds],
+    host: predictions.Host | None = None,
 ) -> dict[str, Any]:
-    predicted = {name: 1e3 * prediction(table, each) for name, each in chosen.items()}
-    measured = {name: statistics.median(taken) for name, taken in times.items()}
-    shown = measured or predicted
+    results = results or {name: predictions.Rounds([1e3 * each.timeline.cost]) for name, each in chosen.items()}
+    figures = results[way].figures() if host else {"predicted_ms": results[way].predicted[0], "rounds": 0}
     return {
         "table": table,
         "model": model,
@@ -363,31 +392,47 @@ def row(
         "microbatches": found.plan.microbatches,
         "layers": found.layers,
         "bytes": found.bytes,
-        "moves": found.offload is not None,
-        "predicted_ms": predicted[way],
-        "host_ms": 1e3 * host,
-        "bound_ms": 1e3 * chosen["found"].lower_bound,
-        "measured_ms": measured.get(way),
-        "ratio": measured[way] / predicted[way] if measured else None,
-        "over": shown["1f1b"] / shown[way],
-        "over_interleaved": shown["interleaved"] / shown[way],
-        "rounds": len(times.get(way, ())),
+        "residuals": residuals(found),
+        "host_ms": host.milliseconds if host else 0.0,
+        "bound_ms": 1e3 * chosen["found"].lower_bound if "found" in chosen else None,
+        "over": over(results["1f1b"], results[way]),
+        "over_interleaved": over(results["interleaved"], results[way]) if "interleaved" in chosen else None,
+        **figures,
     }
+
+
+def over(first: predictions.Rounds, other: predictions.Rounds) -> float:
+    """Return how many times as fast the other one is: measured, if it is, and predicted otherwise."""
+    pairs = zip(first.measured or first.predicted, other.measured or other.predicted, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def residuals(found: Found) -> str:
+    """Return what happens to residuals that have no room: "moved", "recomputed", or both."""
+    programs = fpipe.lower(found.schedule, found.plan, offload=found.offload)
+    kinds = {type(effect) for program in programs.values() for effect in program}
+    return " and ".join(text for kind, text in {Offload: "moved", Recompute: "recomputed"}.items() if kind in kinds)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     print(f"\n{first['model']}: {first['ranks']} ranks, {first['microbatches']} microbatches", end="")
-    print(f", none below {first['bound_ms']:.0f} ms", end="")
+    print(f", none below {first['bound_ms']:.0f} ms" if first["bound_ms"] else "", end="")
     print(f", the host's time for a piece {first['host_ms']:.2f} ms" if first["rounds"] else "", end="")
     print(f", {first['rounds']} rounds" if first["rounds"] else ", simulated")
-    print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}{'over':>7}{'memory':>11}  layers")
+    print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
+    print(f"{'over':>7}{'memory':>11}  layers")
     for r in rows:
-        measured = f"{r['measured_ms']:10.1f}{r['ratio']:7.3f}" if r["measured_ms"] else f"{'':17}"
-        moves = " (residuals moved)" if r["moves"] else ""
+        measured = f"{'':31}"
+        if r["rounds"]:
+            measured = f"{r['measured_ms']:10.1f}{r['ratio']:7.3f}{predictions.quartiles(r, 'ratio'):>14}"
+        moves = f" (residuals {r['residuals']})" if r["residuals"] else ""
         layers = " ".join(map(str, r["layers"]))
         print(f"{r['way']:12}{r['schedule']:18}{r['predicted_ms']:10.1f}{measured}", end="")
-        print(f"{r['over']:7.2f}{r['bytes'] / 2**20:8.0f}MiB  {layers}{moves}", flush=True)
+        print(f"{r['over']:7.2f}{r['bytes'] / 2**20:8.0f}MiB  {layers}{moves}", end="")
+        live = "; live MiB predicted {:.2f}, measured {:.2f}"
+        has_live = "measured_bytes" in r
+        print(live.format(r["predicted_bytes"] / 2**20, r["measured_bytes"] / 2**20) if has_live else "", flush=True)
 
 
 def mean(rows: Sequence[dict[str, Any]]) -> None:
@@ -400,7 +445,7 @@ def mean(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = models.parser(__doc__, rounds=9, limit=600)
+    parser = models.parser(__doc__, rounds=5, limit=900)
     parser.add_argument("--tables", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument(
         "--profile", type=partial(models.output, kinds=[".json"]), metavar="FILE.json", help="write a profile, and end"
@@ -419,7 +464,7 @@ def main() -> None:
             else:
                 yield from models.in_processes(job, RANKS[table], table, options.rounds, limit=options.limit)
 
-    rows = models.report("partitions", options.json, parts(), show)
+    rows = models.run("partitions", options, parts(), show)
     if not options.json:
         mean(rows)
 

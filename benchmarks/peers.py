@@ -12,6 +12,10 @@ steps between barriers, after an uncounted step. Every step allocates new gradie
 last ones, and torch's `.grad` are set to None. Times are medians of the rounds, and ratios medians of the rounds'
 ratios, with quartiles. The garbage collector runs only between the blocks.
 
+Where ranks do not exceed cores, a step of fpipe's is also predicted (`benchmarks.predictions`), in each round: the time
+of a block's simulated steps, by a profile of its stages, the host's time for a piece, and a measured link.
+`predicted_ratio` is fpipe's measured time over that.
+
 The limit is one process's time for the same microbatches without a pipeline, by eager autograd or by fpipe's graphs,
 whichever is faster, over the smaller of ranks and cores. Memory is the most bytes of tensors that a step has at once
 beyond parameters and batch, on the rank that has the most; torch's receive buffers, which it keeps from its first step
@@ -26,7 +30,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +43,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as theirs
 
 import fpipe
-from benchmarks import models
+from benchmarks import models, predictions
 from fpipe import Placement, Plan, handlers, interop
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.stages.sharding import local
@@ -159,13 +163,25 @@ def block(step: Call, steps: int, barrier: Call) -> float:
     return 1e3 * (time.perf_counter() - start) / steps
 
 
-def measure(pairs: Mapping[str, Pair], ways: Mapping[str, Call], steps: int, rounds: int) -> Times:
-    """Return milliseconds per step of every round, by schedule and way; `ways` run on rank 0 while the others wait."""
+def measure(
+    pairs: Mapping[str, Pair],
+    ways: Mapping[str, Call],
+    steps: int,
+    rounds: int,
+    predict: Callable[[], Mapping[str, float]] = dict,
+) -> Times:
+    """Return milliseconds per step of every round, by schedule and way; `ways` run on rank 0 while the others wait.
+
+    Args:
+        predict: returns the predicted milliseconds of fpipe's steps.
+    """
     times: Times = defaultdict(list)
     gc.collect()
     gc.freeze()
     gc.disable()
     for i in range(rounds):
+        for name, predicted in predict().items():
+            times[name, "predicted"].append(predicted)
         for name, both in pairs.items():
             turns = [("fpipe", both.fpipe), ("peer", both.peer)]
             for who, step in turns[:: 1 if i % 2 else -1]:
@@ -191,11 +207,40 @@ def job(
             agree(name, ranks, both.check())
         peaks = {name: memory(both, ranks) for name, both in pairs.items()}
         ways = alone(layers, width) if rank == 0 else {}
-        times = measure(pairs, ways, steps or max(1, models.WIDTHS[-1] // width), rounds)
+        count = steps or max(1, models.WIDTHS[-1] // width)
+        predict = predictor(names, ranks, width, layers, handler, count) if ranks <= models.cores() else dict
+        times = measure(pairs, ways, count, rounds, predict)
         if rank == 0:
             yield [row(name, ranks, width, times) | peaks[name] for name in names]
         else:
             yield []
+
+
+def predictor(
+    names: Sequence[str], ranks: int, width: int, layers: list[nn.Module], handler: handlers.Distributed, steps: int
+) -> Callable[[], dict[str, float]]:
+    """Return a function that returns the milliseconds of a step of each schedule in a block of `steps`."""
+    rows = slice(models.ROWS * models.PROFILED)
+    batch, target = (x[rows] for x in models.data(width))
+    link = predictions.ping(handler.rank, batch[: models.ROWS])
+    host = predictions.Host(handler, ranks, link)
+    plans = {name: CATALOGUE[name].plan(ranks, models.MICROBATCHES) for name in names}
+
+    def profile(stages: int) -> fpipe.Costs:
+        pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)
+        options: dict[str, Any] = {"microbatches": models.PROFILED, "repeats": predictions.REPEATS, "handler": handler}
+        return replace(fpipe.profile(pipeline, params, batch, target, **options), communication=link)
+
+    def predict() -> dict[str, float]:
+        seconds, milliseconds = host.seconds(), {}
+        costs = {stages: profile(stages) for stages in sorted({plan.stages for plan in plans.values()})}
+        for name, plan in plans.items():
+            with_host = predictions.with_host(costs[plan.stages], plan, seconds)
+            timeline = fpipe.simulate(CATALOGUE[name].schedule(plan), plan, with_host, steps=steps)
+            milliseconds[name] = 1e3 * timeline.makespan / steps
+        return milliseconds
+
+    return predict
 
 
 def agree(name: str, ranks: int, differs: str) -> None:
@@ -221,6 +266,7 @@ def row(name: str, ranks: int, width: int, times: Times) -> dict[str, Any]:
     way = min(("graphs", "eager"), key=lambda way: statistics.median(times["alone", way]))
     limits = [ms / min(ranks, models.cores()) for ms in times["alone", way]]
     ratios = [a / b for a, b in zip(ours, peers, strict=True)]
+    predicted = predictions.Rounds(times[name, "predicted"], ours).figures() if times[name, "predicted"] else {}
     return {
         "schedule": name,
         "ranks": ranks,
@@ -229,6 +275,8 @@ def row(name: str, ranks: int, width: int, times: Times) -> dict[str, Any]:
         "peer_ms": statistics.median(peers),
         "ratio": statistics.median(ratios),
         "ratio_quartiles": [float(q) for q in np.quantile(ratios, (0.25, 0.75))],
+        "predicted_ms": predicted.get("predicted_ms"),
+        "predicted_ratio": predicted.get("ratio"),
         "limit_ms": statistics.median(limits),
         "limit_by": way,
         "limit_share": statistics.median(a / b for a, b in zip(limits, ours, strict=True)),
@@ -239,15 +287,18 @@ def row(name: str, ranks: int, width: int, times: Times) -> dict[str, Any]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table of one number of ranks and one width."""
+    predicts = rows[0]["predicted_ms"] is not None
     about = "{ranks} ranks, width {width}, limit {limit_ms:.2f} ms by {limit_by}, {rounds} rounds".format(**rows[0])
-    print(f"\n{about}\n{'':18} {'ms a step':>17} {'':23} {'limit / ms':>13} {'peak MiB':>15}")
+    print(f"\n{about}\n{'':18} {'ms a step':>17} {'':23} {'limit / ms':>13} {'peak MiB':>15}", end="")
+    print(f" {'predicted':>11}" if predicts else "; ranks exceed cores, so that nothing is predicted")
     print(f"{'':18} {'fpipe':>8} {'torch':>8} {'ratio':>7} {'quartiles':>15} {'fpipe':>6} {'torch':>6}", end="")
-    print(f" {'fpipe':>7} {'torch':>7}")
+    print(f" {'fpipe':>7} {'torch':>7}", f"{'ms':>7} {'ratio':>6}" if predicts else "")
     for r in rows:
         quartiles = "{:.3f}-{:.3f}".format(*r["ratio_quartiles"])
         print(f"{r['schedule']:18} {r['fpipe_ms']:8.2f} {r['peer_ms']:8.2f} {r['ratio']:7.3f} {quartiles:>15}", end="")
         print(f" {r['limit_share']:6.2f} {r['peer_limit_share']:6.2f}", end="")
-        print(f" {max(r['fpipe_bytes']) / 2**20:7.1f} {max(r['peer_bytes']) / 2**20:7.1f}", flush=True)
+        print(f" {max(r['fpipe_bytes']) / 2**20:7.1f} {max(r['peer_bytes']) / 2**20:7.1f}", end="")
+        print(f" {r['predicted_ms']:8.2f} {r['predicted_ratio']:6.3f}" if predicts else "", flush=True)
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@
     python -m benchmarks.periods --tables compute --rounds 10
     python -m benchmarks.periods --tables timed --schedules zb-h2
     python -m benchmarks.periods --json                            # a list of objects, and nothing else
+    python -m benchmarks.periods --out periods.json                # and into a file, with the machine
 
 A loop of `train_step` has no barrier: a rank begins the next step when its own part is done, and the last rank, which
 has begun late, ends late (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 4). It finds its first
@@ -20,9 +21,11 @@ An object has, in milliseconds:
 - norm_ms, late_ms: likewise with `max_norm`, without and with post-validation, where no gradients are clipped.
 - clipped_ms: with post-validation where those of every step are clipped: each rank waits.
 - barrier_predicted_ms, free_predicted_ms: the makespan of one simulated step, and the period of as many, by costs of
-  `fpipe.profile`, the host's time for a piece, from a step of stages that do nothing, and a measured link.
+  `fpipe.profile`, those of each round where stages compute, the host's time for a piece, and a measured link
+  (`benchmarks.predictions`).
 - norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
   copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
+- barrier_ratio, free_ratio and so on: measured over predicted, the median of the rounds' with quartiles.
 - won, won_predicted: the share of the period with a barrier that the loop without one saves. won has its quartiles.
 - won_late, won_late_predicted: likewise, of the period with a norm, what post-validation saves.
 """
@@ -40,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from benchmarks import models, partitions, timed
+from benchmarks import models, predictions, timed
 from fpipe import Costs, Pipeline, Placement, handlers, interop
 from fpipe.plan import Plan, Schedule
 from fpipe.schedules import one_f_one_b, updating, zb_auto, zb_h2
@@ -93,24 +96,50 @@ def job(
     microbatches = len(batch) if kind == "timed" else models.MICROBATCHES
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     rows = len(batch) // microbatches
-    costs = fpipe.profile(
-        *(pipeline, params, batch[:rows], target[:rows]),
-        handler=handler,
-        optimizer=optimizer,
-        repeats=models.REPEATS,
-        autodiff="graph",
-    )
-    link = models.ping(rank, torch.ones_like(batch[:rows]))
-    costs = replace(costs, communication=link)
-    costs = partitions.with_host(costs, plan, partitions.host_time(handler, ranks, link))
+    link = predictions.ping(rank, torch.ones_like(batch[:rows]))
+    host = predictions.Host(handler, ranks, link, timed.brief if kind == "timed" else predictions.idle)
+    count = 1 if kind == "timed" else models.PROFILED
+
+    def profile(repeats: int) -> Costs:
+        costs = fpipe.profile(
+            *(pipeline, params, batch[: count * rows], target[: count * rows]),
+            microbatches=count,
+            handler=handler,
+            optimizer=optimizer,
+            repeats=repeats,
+            autodiff="graph",
+        )
+        return replace(costs, communication=link)
+
+    first = profile(models.REPEATS)
+
+    def costs() -> Costs:
+        now = first if kind == "timed" else profile(predictions.REPEATS)
+        return predictions.with_host(now, plan, host.seconds())
+
     for name in names:
-        schedule = schedule_of(name, plan, costs)
+        schedule = schedule_of(name, plan, first)
         train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
         own = pipeline.params_on(params, plan, rank)
         each = {way: Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
         extra = {way: max(handler.peers.gather(seconds(own, way), "costs")) for way in OPTIONS}
-        ways = {"barrier": (each["free"], dist.barrier)} | {way: (loop, nothing) for way, loop in each.items()}
-        yield [row(kind, name, plan, costs, extra, schedule, measure(ways, steps, rounds), steps)]
+        predict = partial(predicted, costs, plan, extra, schedule, steps)
+        results = predictions.compare(loops(each, steps), predict, rounds, measure=lambda loop: loop())
+        yield [row(kind, name, plan, results, steps)]
+
+
+def predicted(
+    costs: Callable[[], Costs], plan: Plan, extra: Mapping[str, float], schedule: Schedule, steps: int
+) -> dict[str, float]:
+    """Return the seconds of a step in each loop, by new costs."""
+    now = costs()
+    return {way: predict(way, plan, now, extra.get(way, 0.0), schedule, steps) for way in ("barrier", *OPTIONS)}
+
+
+def loops(each: Mapping[str, Loop], steps: int) -> dict[str, Callable[[], float]]:
+    """Return functions that run a loop of each way, and return the milliseconds of a step."""
+    ways = {"barrier": partial(predictions.period, each["free"], steps, dist.barrier)}
+    return ways | {way: partial(predictions.period, loop, steps) for way, loop in each.items()}
 
 
 def seconds(params: Any, way: str) -> float:
@@ -149,40 +178,10 @@ class Loop:
         self.params, self.state, *_ = self.step(self.params, self.state, *self.data)
 
 
-def measure(
-    ways: Mapping[str, tuple[Callable[[], None], Callable[[], object]]], steps: int, rounds: int
-) -> dict[str, list[float]]:
-    """Return the milliseconds of a step of each round, by way: a loop's step, and what comes between two."""
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, (loop, between) in ways.items():
-            dist.barrier()
-            ends = []
-            for _ in range(steps):
-                loop()
-                between()
-                ends.append(time.perf_counter())
-            half = steps // 2  # as of Timeline.period
-            times[way].append(1e3 * (ends[-1] - ends[half - 1]) / (steps - half))
-    return times
-
-
-def nothing() -> None:
-    """Let the next step begin."""
-
-
-def row(
-    kind: str,
-    name: str,
-    plan: Plan,
-    costs: Costs,
-    extra: Mapping[str, float],
-    schedule: Schedule,
-    times: Mapping[str, list[float]],
-    steps: int,
-) -> dict[str, Any]:
-    predicted = {way: predict(way, plan, costs, extra.get(way, 0.0), schedule, steps) for way in times}
-    won, won_late = ([1 - b / a for a, b in zip(times[x], times[y], strict=True)] for x, y in SAVED)
+def row(kind: str, name: str, plan: Plan, results: Mapping[str, predictions.Rounds], steps: int) -> dict[str, Any]:
+    figures = {way: result.figures() for way, result in results.items()}
+    won, won_late = ([1 - share for share in results[y].over(results[x])] for x, y in SAVED)
+    foreseen, foreseen_late = (1 - figures[y]["predicted_ms"] / figures[x]["predicted_ms"] for x, y in SAVED)
     return {
         "table": kind,
         "schedule": name,
@@ -190,13 +189,13 @@ def row(
         "microbatches": plan.microbatches,
         "steps": steps,
         "rounds": len(won),
-        **{f"{way}_ms": statistics.median(each) for way, each in times.items()},
-        **{f"{way}_predicted_ms": 1e3 * each for way, each in predicted.items()},
-        "won": statistics.median(won),
-        "won_quartiles": statistics.quantiles(won)[::2] if len(won) > 1 else won * 2,
-        "won_predicted": 1 - predicted["free"] / predicted["barrier"],
-        "won_late": statistics.median(won_late),
-        "won_late_predicted": 1 - predicted["late"] / predicted["norm"],
+        **{f"{way}_ms": each["measured_ms"] for way, each in figures.items()},
+        **{f"{way}_predicted_ms": each["predicted_ms"] for way, each in figures.items()},
+        **{f"{way}_{key}": each[key] for way, each in figures.items() for key in ("ratio", "ratio_quartiles")},
+        **predictions.spread("won", won),
+        "won_predicted": foreseen,
+        **predictions.spread("won_late", won_late),
+        "won_late_predicted": foreseen_late,
     }
 
 
@@ -214,19 +213,20 @@ def predict(way: str, plan: Plan, costs: Costs, extra: float, schedule: Schedule
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
         print("{table}, {schedule}: {ranks} ranks, {microbatches} microbatches, {steps} steps x {rounds}".format(**r))
-        print(f"{'':10}{'measured':>10} {'predicted':>10} {'ratio':>6}")
+        print(f"{'':10}{'measured':>10} {'predicted':>10} {'ratio':>6} {'quartiles':>13}")
         for way in ("barrier", *OPTIONS):
-            measured, predicted = r[f"{way}_ms"], r[f"{way}_predicted_ms"]
-            print(f"{way:10}{measured:8.1f} ms {predicted:7.1f} ms {measured / predicted:6.3f}")
+            print(f"{way:10}{r[f'{way}_ms']:7.1f} ms {r[f'{way}_predicted_ms']:7.1f} ms", end="")
+            print(f" {r[f'{way}_ratio']:6.3f} {predictions.quartiles(r, f'{way}_ratio'):>13}")
         for saved in ("won", "won_late"):
-            print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%}", flush=True)
+            quartiles = "{:.1%} to {:.1%}".format(*r[f"{saved}_quartiles"])
+            print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%} {quartiles:>20}", flush=True)
 
 
 def main() -> None:
     parser = models.parser(__doc__, rounds=5, limit=600)
     parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--steps", type=models.positive, default=20, help="of a loop; the later half is timed")
+    parser.add_argument("--steps", type=models.positive, default=10, help="of a loop; the later half is timed")
     parser.add_argument("--layer", type=models.positive, default=5, help="milliseconds of a timed layer's forward")
     options = parser.parse_args()
 
@@ -238,7 +238,7 @@ def main() -> None:
             arguments = kind, options.schedules, 1e-3 * options.layer, options.steps, options.rounds
             yield from models.in_processes(job, KINDS[kind], *arguments, limit=options.limit)
 
-    models.report("periods", options.json, parts(), show)
+    models.run("periods", options, parts(), show)
 
 
 if __name__ == "__main__":

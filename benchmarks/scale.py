@@ -2,15 +2,16 @@
 
     python -m benchmarks.scale
     python -m benchmarks.scale --ranks 8 64 --schedules 1f1b zb-v --microbatches 64
-    python -m benchmarks.scale --json                           # an object, and nothing else
-    python -m benchmarks.scale --out scale.json scale.svg       # and a figure
+    python -m benchmarks.scale --json                           # a list of objects, and nothing else
+    python -m benchmarks.scale --out scale.json scale.svg       # and into a file, with the machine, and a figure
 
-The stages are those of `benchmarks.peers`. Two processes profile them at the same time, so that both cores are as busy
-as in a run, and measure a message of an activation's size there and back. With that, a step of each schedule on 2 ranks
-is predicted, and then run over gloo and recorded. The difference is split into parts, as means over the ranks: pieces
-that took longer, longer waits for values, the host's time between pieces, in which the ranks also agree on the step,
-and the ends of a step, before the first piece and after the last, where they share the loss. The simulation models only
-the drain of the ends.
+The stages are those of `benchmarks.peers`. In each round two processes profile them at the same time, so that both
+cores are as busy as in a run, and measure the host's time for a piece; before the rounds they measure a message of an
+activation's size there and back. With that, a step of each schedule on 2 ranks is predicted
+(`benchmarks.predictions`), and run over gloo and recorded. The difference is split into parts, as means over the ranks:
+pieces that took longer, longer waits for values, the host's time between pieces, in which the ranks also agree on the
+step, and the ends of a step, before the first piece and after the last, where they share the loss. The simulation
+models only the drain of the ends. `ratio` is measured over predicted, the median of the rounds'.
 
 For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
 batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
@@ -20,27 +21,22 @@ in flight: residuals, what is deferred, and values that travel, a value twice wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import pathlib
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import nn
-from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
-from benchmarks import models
-from fpipe import Costs, Link, Plan, Recording, handlers, interop, schedules
+from benchmarks import models, predictions
+from fpipe import Costs, Link, Recording, handlers, interop, schedules
 from fpipe.plan import Schedule
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.schedules.cuts import recut
@@ -60,79 +56,88 @@ PER_RANK = 2  # layers
 TIMES = ("forward", "backward_input", "backward_weight", "backward")
 SIZES = ("activation", "residuals", "deferred")
 PARTS = ("compute", "waiting", "host", "ends")
+Parts = dict[str, float]  # seconds, those of the step among them
 
 
-def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) -> Iterator[tuple[str, Any]]:
-    """Run one of the processes: yield ("prediction", row) for each schedule, then ("layers", their costs)."""
+def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) -> Iterator[Any]:
+    """Run one of the processes: yield the row of each schedule, then the costs of the layers."""
     handler, layers = handlers.Distributed(timeout=models.TIMEOUT), models.layers(width)
-    link = models.ping(rank, models.data(width)[0][: models.ROWS])
-    profiled: dict[int, Costs] = {}
-    for name in sorted(names, key=lambda name: CATALOGUE[name].chunks):
-        placement = CATALOGUE[name].plan(ranks, models.MICROBATCHES).placement
-        if placement.stages not in profiled:
-            profiled[placement.stages] = profile(handler, layers, width, placement.stages, link)
-        pipeline, _ = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
-        plan = pipeline.plan(placement, models.MICROBATCHES)
-        predicted = account(fpipe.simulate(SCHEDULES[name], plan, profiled[placement.stages]))
-        measured = run(name, rank, plan, layers, width, handler, rounds)
-        yield "prediction", compared(name, ranks, width, predicted, measured)
-    yield "layers", profile(handler, layers, width, models.LAYERS, link)
+    link = predictions.ping(rank, models.data(width)[0][: models.ROWS])
+    host = predictions.Host(handler, ranks, link)
+    steps = {name: Step(name, ranks, layers, width, handler) for name in names}
+    predicted: dict[str, list[Parts]] = {name: [] for name in names}
+
+    def predict() -> dict[str, float]:
+        seconds = host.seconds()
+        counts = {step.plan.stages for step in steps.values()}
+        costs = {count: profile(handler, layers, width, count, link, predictions.REPEATS) for count in sorted(counts)}
+        for name, step in steps.items():
+            predicted[name].append(step.predicted(costs[step.plan.stages], seconds))
+        return {name: parts[-1]["step"] for name, parts in predicted.items()}
+
+    results = predictions.compare(steps, predict, rounds)
+    for name, step in steps.items():
+        parts = {"predicted": predicted[name], "measured": step.measured[1:]}
+        more = {part: difference(part, **parts) for part in PARTS}
+        sizes = {"table": "prediction", "schedule": name, "ranks": ranks, "width": width}
+        yield sizes | results[name].figures() | {"more_ms": more}
+    yield profile(handler, layers, width, models.LAYERS, link, models.REPEATS)
 
 
-def profile(handler: handlers.Distributed, layers: list[nn.Module], width: int, stages: int, link: Link) -> Costs:
+def difference(part: str, predicted: Sequence[Parts], measured: Sequence[Parts]) -> float:
+    """Return by how many milliseconds more was measured than predicted, the median of the rounds."""
+    return 1e3 * statistics.median(b[part] - a[part] for a, b in zip(predicted, measured, strict=True))
+
+
+def profile(
+    handler: handlers.Distributed, layers: list[nn.Module], width: int, stages: int, link: Link, repeats: int
+) -> Costs:
     """Return the costs of the stages, as all processes measure them at the same time."""
     pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)
-    options: dict[str, Any] = {"microbatches": models.MICROBATCHES, "repeats": models.REPEATS, "handler": handler}
+    options: dict[str, Any] = {"microbatches": models.MICROBATCHES, "repeats": repeats, "handler": handler}
     return replace(fpipe.profile(pipeline, params, *models.data(width), **options), communication=link)
 
 
-def run(
-    name: str, rank: int, plan: Plan, layers: list[nn.Module], width: int, handler: handlers.Distributed, rounds: int
-) -> dict[str, float]:
-    """Split a measured step into parts, in seconds: medians over the rounds of means over the ranks."""
-    pipeline, params = interop.from_modules(models.stages(layers, plan.stages), loss=models.loss_fn)
-    recording = Recording(fpipe.lower(SCHEDULES[name], plan))
-    step = fpipe.value_and_grad(pipeline, SCHEDULES[name], plan, handler=handler, observe=recording)
-    held, (batch, target) = pipeline.params_on(params, plan, rank), models.data(width)
-    for _ in range(2):
-        step(held, batch, target)
-    found = []
-    for _ in range(rounds):
-        dist.barrier()
-        start = time.perf_counter()
-        step(held, batch, target)
-        dist.barrier()
-        whole = time.perf_counter() - start
-        measurement = fpipe.gather(recording)
-        accounts = [measurement.account(rank) for rank in range(plan.ranks)]
+class Step:
+    """A step of a schedule, which is recorded."""
+
+    def __init__(
+        self, name: str, ranks: int, layers: list[nn.Module], width: int, handler: handlers.Distributed
+    ) -> None:
+        placement = CATALOGUE[name].plan(ranks, models.MICROBATCHES).placement
+        pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
+        self.schedule, self.plan = SCHEDULES[name], pipeline.plan(placement, models.MICROBATCHES)
+        self.recording = Recording(fpipe.lower(self.schedule, self.plan))
+        step = fpipe.value_and_grad(pipeline, self.schedule, self.plan, handler=handler, observe=self.recording)
+        self.run = partial(step, pipeline.params_on(params, self.plan, handler.rank), *models.data(width))
+        self.run()
+        self.measured = list[Parts]()
+
+    def predicted(self, costs: Costs, host: float) -> Parts:
+        """Split a predicted step into parts."""
+        with_host = predictions.with_host(costs, self.plan, host)
+        plain, timeline = (fpipe.simulate(self.schedule, self.plan, each) for each in (costs, with_host))
+        return account(timeline, statistics.mean(timeline.busy) - statistics.mean(plain.busy))
+
+    def __call__(self) -> float:
+        """Run a step; return its milliseconds."""
+        whole = predictions.milliseconds(self.run)
+        measurement = fpipe.gather(self.recording)
+        accounts = [measurement.account(rank) for rank in range(self.plan.ranks)]
         parts = {
             "compute": statistics.mean(a.compute for a in accounts),
             "waiting": statistics.mean(a.waiting for a in accounts),
             "host": statistics.mean(sum(a.between) for a in accounts),
         }
-        found.append({"step": whole, "ends": whole - sum(parts.values()), **parts})
-    return {part: statistics.median(step[part] for step in found) for part in found[0]}
+        self.measured.append({"step": 1e-3 * whole, "ends": 1e-3 * whole - sum(parts.values()), **parts})
+        return whole
 
 
-def account(timeline: fpipe.Timeline) -> dict[str, float]:
-    """Split a predicted step into the same parts."""
-    step, compute = timeline.makespan, statistics.mean(timeline.busy)
+def account(timeline: fpipe.Timeline, host: float) -> Parts:
+    """Split a predicted step into the same parts; `host` is in the times of its pieces."""
+    step, busy = timeline.makespan, statistics.mean(timeline.busy)
     drain = statistics.mean(causes["drain"] for causes in timeline.causes)
-    return {"step": step, "compute": compute, "waiting": step - compute - drain, "host": 0.0, "ends": drain}
-
-
-def compared(
-    name: str, ranks: int, width: int, predicted: Mapping[str, float], measured: Mapping[str, float]
-) -> dict[str, Any]:
-    return {
-        "schedule": name,
-        "ranks": ranks,
-        "width": width,
-        "predicted_ms": 1e3 * predicted["step"],
-        "measured_ms": 1e3 * measured["step"],
-        "error": predicted["step"] / measured["step"] - 1,
-        "more_ms": {part: 1e3 * (measured[part] - predicted[part]) for part in PARTS},
-    }
+    return {"step": step, "compute": busy - host, "waiting": step - busy - drain, "host": host, "ends": drain}
 
 
 def grown(layers: Costs, count: int, stages: int) -> Costs:
@@ -150,6 +155,7 @@ def simulated(name: str, ranks: int, microbatches: int, layers: Costs) -> dict[s
     timeline = fpipe.simulate(SCHEDULES[name], plan, grown(layers, PER_RANK * ranks, plan.stages))
     most = max(range(ranks), key=timeline.peak_in_flight.__getitem__)
     return {
+        "table": "scale",
         "schedule": name,
         "ranks": ranks,
         "microbatches": microbatches,
@@ -170,6 +176,11 @@ COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows of one of the tables."""
+    (show_prediction if rows[0]["table"] == "prediction" else show_scale)(rows)
+
+
+def show_scale(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table for each figure: schedules down, ranks across."""
     by = {(row["schedule"], row["ranks"]): row for row in rows}
     names, ranks = (list(dict.fromkeys(row[key] for row in rows)) for key in ("schedule", "ranks"))
@@ -181,11 +192,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def show_prediction(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n{'2 ranks, ms a step':20}{'predicted':>10}{'measured':>10}{'error':>8}   measured is more by")
-    print(" " * 50 + "".join(f"{part:>10}" for part in PARTS))
+    print(f"\n{'2 ranks, ms a step':20}{'predicted':>10}{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
+    print("   measured is more by")
+    print(" " * 63 + "".join(f"{part:>10}" for part in PARTS))
     for row in rows:
         more = "".join(f"{row['more_ms'][part]:10.2f}" for part in PARTS)
-        print(f"{row['schedule']:20}{row['predicted_ms']:10.2f}{row['measured_ms']:10.2f}{row['error']:8.1%}  {more}")
+        print(f"{row['schedule']:20}{row['predicted_ms']:10.2f}{row['measured_ms']:10.2f}{row['ratio']:7.3f}", end="")
+        print(f"{predictions.quartiles(row, 'ratio'):>14}  {more}")
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
@@ -213,42 +226,30 @@ def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = models.parser(__doc__, rounds=7, limit=1200)
     parser.add_argument("--ranks", type=models.positive, nargs="+", default=[8, 32, 128, 512, 1024])
     parser.add_argument("--microbatches", type=models.positive, default=128)
     parser.add_argument("--width", type=int, choices=models.WIDTHS, default=256)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=models.positive, default=15, help="steps measured on 2 ranks")
-    parser.add_argument("--limit", type=models.positive, default=1200, help="seconds until the processes are ended")
-    parser.add_argument("--json", action="store_true", help="print an object")
     parser.add_argument("--out", type=models.output, nargs="+", default=[], help="files ending in .json, .svg or .png")
     options = parser.parse_args()
-    print(models.machine(), file=sys.stderr if options.json else sys.stdout, flush=True)
-    try:
-        yielded = list(
-            models.in_processes(job, 2, options.width, options.schedules, options.rounds, limit=options.limit)
-        )
-    except (TimeoutError, ProcessException) as error:
-        sys.exit(f"scale: {str(error).strip()}")
-    predictions = [found for kind, found in yielded if kind == "prediction"]
-    layers = next(found for kind, found in yielded if kind == "layers")
-    if not options.json:
-        show_prediction(predictions)
-    rows = scaled(options.schedules, sorted(options.ranks), options.microbatches, layers)
-    found = {"machine": models.machine(), "width": options.width, "prediction": predictions, "scale": rows}
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        show(rows)
+    arguments = options.width, options.schedules, options.rounds
+
+    def parts() -> Iterator[list[dict[str, Any]]]:
+        *predicted, layers = models.in_processes(job, 2, *arguments, limit=options.limit)
+        yield predicted
+        yield scaled(options.schedules, sorted(options.ranks), options.microbatches, layers)
+
+    rows = models.report("scale", options.json, parts(), show)
     for path in options.out:
         if path.suffix == ".json":
-            path.write_text(json.dumps(found, indent=1) + "\n")
+            models.write(path, rows)
         else:
-            draw(rows, path)
+            draw([row for row in rows if row["table"] == "scale"], path)
 
 
 def scaled(names: Sequence[str], ranks: Sequence[int], microbatches: int, layers: Costs) -> list[dict[str, Any]]:
-    """Yield the rows of every schedule and number of ranks, the longest simulations first, on all cores."""
+    """Return the rows of every schedule and number of ranks, the longest simulations first, on all cores."""
     cases = [(name, p) for p in ranks for name in names]
     with ProcessPoolExecutor(models.cores(), multiprocessing.get_context("spawn")) as pool:
         found = {case: pool.submit(simulated, *case, microbatches, layers) for case in reversed(cases)}

@@ -15,16 +15,15 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
   process grows at most in a step, which has the new gradients, messages and what a piece needs while it runs, too.
   `measured`, `predicted` and `process` are of the rank with the most.
 
-A prediction is `simulate` with costs from `fpipe.profile(slices=)`, the host's time for a piece, from a step of stages
-that do nothing, and a measured link. Times are medians of rounds in which all cases take turns; the first and the last
-one also profile, which traces every slice. `over` is the measured time, or the bytes, over those of whole sequences
+A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile(slices=)`, those of each round in
+`real`, the host's time for a piece, and a measured link. Times are medians of rounds in which all cases take turns,
+`ratio` is the median of the rounds' ratios. `over` is the measured time, or the bytes, over those of whole sequences
 under the same kind of schedule.
 """
 
 from __future__ import annotations
 
 import ctypes
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, partitions, timed
+from benchmarks import models, predictions, timed
 from examples import long_sequences
 from fpipe import Costs, Pipeline, Placement, Plan, Stage, handlers
 
@@ -85,8 +84,7 @@ class Process:
     def __init__(self, rank: int, kind: str, counts: Sequence[int]) -> None:
         self.kind, self.handler, self.cases = kind, handlers.Distributed(timeout=models.TIMEOUT), cases(counts)
         self.pipeline, self.params = model(kind)
-        self.link = models.ping(rank, torch.ones(1, CONTEXT[kind] // max(counts), WIDTH))
-        self.host = partitions.host_time(self.handler, RANKS[kind], self.link)
+        self.link = predictions.ping(rank, torch.ones(1, CONTEXT[kind] // max(counts), WIDTH))
 
     def plan(self, case: Case) -> Plan:
         return self.pipeline.plan(Placement.loop(RANKS[self.kind]), MICROBATCHES, slices=case.slices)
@@ -122,19 +120,22 @@ def over(row: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
 
 def times(process: Process, rounds: int) -> list[dict[str, Any]]:
     steps = {case: process.step(case) for case in process.cases}
-    for step in steps.values():
-        step()
-    measured, predicted = ({case: list[float]() for case in steps} for _ in range(2))
-    for number in range(rounds):
-        for case, step in steps.items():
-            measured[case].append(timed.milliseconds(step))
-        if number in (0, rounds - 1):
-            costs = {slices: process.profile(slices, models.REPEATS) for slices in sorted({c.slices for c in steps})}
-            for case in steps:
-                plan = process.plan(case)
-                line = fpipe.simulate(case.schedule, plan, partitions.with_host(costs[case.slices], plan, process.host))
-                predicted[case].append(1e3 * line.makespan)
-    return [row(process.kind, case, statistics.median(predicted[case]), measured[case]) for case in steps]
+    counts, is_timed = sorted({case.slices for case in steps}), process.kind == "timed"
+    stage = timed.brief if is_timed else predictions.idle
+    host = predictions.Host(process.handler, RANKS[process.kind], process.link, stage)
+    first = {slices: process.profile(slices, models.REPEATS) for slices in counts} if is_timed else {}
+
+    def predict() -> dict[Case, float]:
+        costs = first or {slices: process.profile(slices, predictions.REPEATS) for slices in counts}
+        seconds, predicted = host.seconds(), {}
+        for case in steps:
+            plan = process.plan(case)
+            with_host = predictions.with_host(costs[case.slices], plan, seconds)
+            predicted[case] = fpipe.simulate(case.schedule, plan, with_host).makespan
+        return predicted
+
+    results = predictions.compare(steps, predict, rounds)
+    return [row(process.kind, case, result) for case, result in results.items()]
 
 
 def memory(process: Process) -> list[dict[str, Any]]:
@@ -153,7 +154,7 @@ def memory(process: Process) -> list[dict[str, Any]]:
         assert predicted is not None
         by_rank = {"predicted": [*predicted], "measured": measured, "process": processes}
         most = {"process": max(processes), "by_rank": by_rank}
-        rows.append(row(process.kind, case, max(predicted), [max(measured)]) | most)
+        rows.append(row(process.kind, case, predictions.Rounds([max(predicted)], [max(measured)])) | most)
     return rows
 
 
@@ -172,17 +173,14 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
-def row(kind: str, case: Case, predicted: float, measured: Sequence[float]) -> dict[str, Any]:
+def row(kind: str, case: Case, result: predictions.Rounds) -> dict[str, Any]:
     return {
         "kind": kind,
         "ranks": RANKS[kind],
         "schedule": case.schedule,
         "slices": case.slices,
         "unit": "bytes" if kind == "memory" else "ms",
-        "predicted": predicted,
-        "measured": statistics.median(measured),
-        "ratio": statistics.median(measured) / predicted,
-        "rounds": len(measured),
+        **result.figures(""),
     }
 
 
@@ -207,16 +205,13 @@ def main() -> None:
     parser = models.parser(__doc__, rounds=5, limit=900)
     parser.add_argument("--kinds", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--slices", nargs="+", type=models.positive, default=[2, 4])
-    models.add_out(parser)
     options = parser.parse_args()
     parts = (
         part
         for kind in options.kinds
         for part in models.in_processes(job, RANKS[kind], kind, options.slices, options.rounds, limit=options.limit)
     )
-    rows = models.report("slices", options.json, parts, show)
-    if options.out:
-        models.write(options.out, rows)
+    models.run("slices", options, parts, show)
 
 
 if __name__ == "__main__":

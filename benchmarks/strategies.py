@@ -3,6 +3,7 @@
     python -m benchmarks.strategies                  # two tables: 4 processes, and 8
     python -m benchmarks.strategies --worlds 4 --rounds 3
     python -m benchmarks.strategies --json           # a list of objects, and nothing else
+    python -m benchmarks.strategies --out FILE.json  # and into a file, with the machine
 
 `fpipe.schedules.strategies` predicts the steps of a transformer of eight layers over 4 and 8 ranks of a made-up machine
 that is slow enough for gloo: pipelines, replicas and tensor parallel in all products, by 1F1B and by ZB-V. Then each
@@ -10,14 +11,14 @@ strategy runs with one process for each rank. Pieces sleep for the time that the
 tensor-parallel collectives included. Transfers, gathers and scatters are real ones over gloo; gathers and scatters end
 no earlier than over the link of the prediction, of bytes in proportion to those of the model.
 
-A measured time is the least of the rounds, because a busy machine only adds to it. The ratio is measured over
-predicted; quartiles are those of all rounds. `order` says whether strategies whose predictions are more than 5 % apart
-were measured in the same order.
+A step is predicted by the costs of its strategy, with the host's time for a piece (`benchmarks.predictions`), which
+`strategies` leaves out. The ratio is measured over predicted; times are medians of the rounds, ratios those of the
+rounds' ratios, with quartiles. `order` says whether strategies whose steps differ by more than 5 %, as `strategies` has
+them (`strategy_ms`), were measured in the same order.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations
@@ -29,8 +30,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from benchmarks import models, timed
-from fpipe import Link, Pipeline, handlers, interop
+from benchmarks import models, predictions, timed
+from fpipe import Costs, Link, Pipeline, handlers, interop
 from fpipe.handlers.distributed.backends import Gloo
 from fpipe.schedules.machines import Machine
 from fpipe.schedules.shapes import ModelShape
@@ -39,7 +40,7 @@ from fpipe.schedules.strategies import Degrees, Strategy, strategies
 WORLDS = (4, 8)
 BATCH, WIDTH = 16, 64  # sequences of a step; numbers of an activation
 SCALE = 1 / 16  # bytes of a real parameter for each that is predicted
-CLOSE = 0.05  # predictions that are no further apart have no order
+CLOSE = 0.05  # steps of strategies that are no further apart have no order
 SHAPE = ModelShape(layers=models.LAYERS, hidden=256, heads=4, vocabulary=256, sequence=64)
 LATENCY, GATHER = 0.03, 1.5  # of a link, and of a layer's parameters over it, in times of a layer's forward
 SCHEDULES = ("1f1b", "zb-v")
@@ -102,17 +103,32 @@ def job(rank: int, world: int, degrees: Sequence[Degrees], layer: float, rounds:
     """Run one process: yield the rows of all strategies, or of those with some degrees, as measured on rank 0."""
     chosen = [strategy for strategy in predicted(world, layer) if not degrees or strategy.degrees in degrees]
     steps = [step(strategy) for strategy in chosen]
-    times = [list[float]() for _ in steps]
-    for run in steps:
-        run()
-    for _ in range(rounds):
-        for run, taken in zip(steps, times, strict=True):
-            taken.append(timed.milliseconds(run))
-    yield [row(strategy, taken, layer) for strategy, taken in zip(chosen, times, strict=True)]
+    hosts = {pp: host(pp, world) for pp in sorted({strategy.degrees.pp for strategy in chosen})}
+
+    def predict() -> dict[int, float]:
+        seconds = {pp: host.seconds() for pp, host in hosts.items()}
+        return {at: with_host(strategy, seconds[strategy.degrees.pp]) for at, strategy in enumerate(chosen)}
+
+    results = predictions.compare(dict(enumerate(steps)), predict, rounds)
+    yield [row(strategy, layer) | results[at].figures() for at, strategy in enumerate(chosen)]
 
 
-def row(strategy: Strategy, times: Sequence[float], layer: float) -> dict[str, Any]:
-    ratios = [ms / (1e3 * strategy.step) for ms in times]
+def host(pp: int, world: int) -> predictions.Host:
+    """Return the host's time for a piece on so many ranks, all replicas of which take the same steps."""
+    mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "others"))
+    handler = handlers.Distributed(mesh["pp"], timeout=models.TIMEOUT)
+    brief = timed.BRIEF
+    costs = Costs(brief, [0.0, *[brief] * (pp - 1)], brief)  # of a first stage nobody needs an input gradient
+    return predictions.Host(handler, pp, Link(0.0), timed.brief, costs)
+
+
+def with_host(strategy: Strategy, host: float) -> float:
+    """Return the seconds of a step, by the costs of the strategy and with the host's time for a piece."""
+    costs = predictions.with_host(strategy.costs, strategy.plan, host)
+    return fpipe.simulate(strategy.schedule, strategy.plan, costs, resident=strategy.resident).makespan
+
+
+def row(strategy: Strategy, layer: float) -> dict[str, Any]:
     return {
         **strategy.degrees._asdict(),
         "layer_ms": 1e3 * layer,
@@ -120,18 +136,14 @@ def row(strategy: Strategy, times: Sequence[float], layer: float) -> dict[str, A
         "chunks": strategy.chunks,
         "microbatches": strategy.plan.microbatches,
         "collectives": strategy.collectives,
-        "predicted_ms": 1e3 * strategy.step,
-        "measured_ms": min(times),
-        "ratio": min(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
-        "rounds": len(times),
+        "strategy_ms": 1e3 * strategy.step,
     }
 
 
 def disordered(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the pairs whose predictions are apart, and which were measured in the other order."""
-    pairs = combinations(sorted(rows, key=lambda row: row["predicted_ms"]), 2)
-    apart = (pair for pair in pairs if pair[1]["predicted_ms"] > (1 + CLOSE) * pair[0]["predicted_ms"])
+    """Return the pairs whose strategies are apart, and which were measured in the other order."""
+    pairs = combinations(sorted(rows, key=lambda row: row["strategy_ms"]), 2)
+    apart = (pair for pair in pairs if pair[1]["strategy_ms"] > (1 + CLOSE) * pair[0]["strategy_ms"])
     return [(a, b) for a, b in apart if a["measured_ms"] >= b["measured_ms"]]
 
 
@@ -139,11 +151,11 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     world = rows[0]["pp"] * rows[0]["dp"] * rows[0]["tp"]
     print(f"\n{world} ranks, {rows[0]['rounds']} rounds; a layer's forward takes {rows[0]['layer_ms']:g} ms")
     print(f"{'pp':>3}{'dp':>4}{'tp':>4}  {'schedule':12}{'v':>2} {'inside':>7}", end="")
-    print(f" {'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
+    print(f" {'strategy':>9} {'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
     for r in rows:
         print(f"{r['pp']:3}{r['dp']:4}{r['tp']:4}  {r['schedule']:12}{r['chunks']:2} {r['collectives']:7.1%}", end="")
-        print(f" {r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
-        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}")
+        print(f" {r['strategy_ms']:9.1f} {r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
+        print(f" {predictions.quartiles(r, 'ratio'):>13}")
     wrong = disordered(rows)
     print(f"order: {'as predicted' if not wrong else f'{len(wrong)} pairs are not as predicted'}", flush=True)
 
@@ -157,7 +169,7 @@ def main() -> None:
     parts = (
         part for world in options.worlds for part in models.in_processes(job, world, *arguments, limit=options.limit)
     )
-    models.report("strategies", options.json, parts, show)
+    models.run("strategies", options, parts, show)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m benchmarks.timed                                     # three tables
     python -m benchmarks.timed --tables 2x2 --schedules gpipe zb-v
     python -m benchmarks.timed --json                              # a list of objects, and nothing else
+    python -m benchmarks.timed --out timed.json                    # and into a file, with the machine
 
 Ranks that sleep need no cores, so that a few cores play as many ranks as there are. The model has eight layers, of
 which a schedule's stages have equal numbers. Each layer sleeps 10 ms in its forward, 10 ms in its input gradient and
@@ -12,9 +13,10 @@ Parameters are sharded over the replicas. Their gathers and scatters are real on
 they would over a link of a bandwidth: `SlowLink`, a backend that is passed to the handler. So the time of a gather is
 known, and far above that which gloo and the host add to it.
 
-A prediction is `simulate` with costs from `fpipe.profile`, which times pieces, gathers and scatters through the same
-handler, and with a measured link between the ranks. The ratio is measured over predicted: medians of rounds, with
-quartiles. Gathers are those of the rank with the most, as is the number of microbatches in flight.
+A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile`, which times pieces, gathers and
+scatters through the same handler, a measured link between the ranks, and the host's time for a piece, from a step of
+stages that sleep for 5 ms, in each round. The ratio is measured over predicted: medians of rounds, with quartiles.
+Gathers are those of the rank with the most, as is the number of microbatches in flight.
 
 - 2x2: two ranks times two replicas, every schedule with all its stages resident, and with one; a layer's gather takes
   as long as its forward.
@@ -25,7 +27,6 @@ quartiles. Gathers are those of the rank with the most, as is the number of micr
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,16 +36,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
-from benchmarks import models
-from fpipe import Costs, Pipeline, Placement, Plan, handlers, interop
+from benchmarks import models, predictions
+from fpipe import Costs, Pipeline, Placement, Plan, Timeline, handlers, interop
 from fpipe.effects import Gather
 from fpipe.handlers.distributed.backends import Gloo
 from fpipe.schedules.catalogue import CATALOGUE
 
 SIDE = 128  # a layer's parameters are SIDE x SIDE
+BRIEF = 5e-3  # seconds of each pass of the stages that show the host's time
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-v")
 LOOPED = ("interleaved-1f1b", "looped-bfs")
 
@@ -122,6 +124,11 @@ def stages(count: int, layer: float) -> tuple[Pipeline, dict[int, Tensor]]:
     each = models.LAYERS // count
     pipeline = Pipeline([lambda w, x: forward(x, w, [each * layer] * 3)] * count, lambda y, t: (y - t).square().mean())
     return pipeline, {stage: torch.ones(each * SIDE, SIDE) for stage in range(count)}
+
+
+def brief(w: Tensor, x: Tensor) -> Tensor:
+    """Sleep for a short time, as a stage that shows the host's."""
+    return forward(x, w, [BRIEF] * 3)
 
 
 def data(microbatches: int) -> tuple[Tensor, Tensor]:
@@ -218,13 +225,24 @@ class Process:
         received = (1 - 1 / table.replicas) * SIDE * SIDE * torch.float32.itemsize
         backend = SlowLink(received / gather) if gather else Gloo()
         self.handler = handlers.Distributed(mesh["pp"], replicas=self.replicas, backend=backend, timeout=models.TIMEOUT)
-        self.link = models.ping(rank, torch.ones(1, SIDE))
+        self.link = predictions.ping(rank, torch.ones(1, SIDE))
+        self.host = predictions.Host(self._alone(mesh["pp"]), table.ranks, self.link, brief)
+
+    def _alone(self, mesh: DeviceMesh) -> handlers.Distributed:
+        """Return a handler of one replica."""
+        return handlers.Distributed(mesh, timeout=models.TIMEOUT) if self.replicas else self.handler
 
     def profile(self, count: int) -> Costs:
         pipeline, params = stages(count, self.layer)
         options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": models.REPEATS}
         costs = fpipe.profile(pipeline, self.sharded(params), *data(1), **options)
         return replace(costs, communication=self.link)
+
+    def timeline(self, case: Case, costs: Costs, host: float) -> Timeline:
+        """Return the predicted step, by the costs of the case's stages and the host's time for a piece."""
+        schedule = CATALOGUE[case.schedule].schedule(case.plan)
+        costs = predictions.with_host(costs, case.plan, host)
+        return fpipe.simulate(schedule, case.plan, costs, resident=case.resident)
 
     def step(self, case: Case) -> Callable[[], object]:
         pipeline, params = stages(case.plan.stages, self.layer)
@@ -245,31 +263,19 @@ def job(
     process, chosen = Process(rank, TABLES[name], layer, gather), list(cases(name, schedules))
     costs = {count: process.profile(count) for count in sorted({case.plan.stages for case in chosen})}
     steps = {case: process.step(case) for case in chosen}
-    times = {case: list[float]() for case in chosen}
-    for step in steps.values():
-        step()
-    for _ in range(rounds):
-        for case, step in steps.items():
-            times[case].append(milliseconds(step))
-    rows = [row(case, costs[case.plan.stages], times[case]) for case in chosen]
-    yield [{"table": name, "layer_ms": 1e3 * layer, "gather_ms": 1e3 * gather} | each for each in rows]
+
+    def predict() -> dict[Case, float]:
+        host = process.host.seconds()
+        return {case: process.timeline(case, costs[case.plan.stages], host).makespan for case in chosen}
+
+    results = predictions.compare(steps, predict, rounds)
+    sizes = {"layer_ms": 1e3 * layer, "gather_ms": 1e3 * gather, "host_ms": process.host.milliseconds}
+    yield [{"table": name} | sizes | row(case) | results[case].figures() for case in chosen]
 
 
-def milliseconds(step: Callable[[], object]) -> float:
-    """Return the time of a step, from a barrier to a barrier."""
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    dist.barrier()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def row(case: Case, costs: Costs, times: Sequence[float]) -> dict[str, Any]:
-    schedule, plan = CATALOGUE[case.schedule].schedule(case.plan), case.plan
+def row(case: Case) -> dict[str, Any]:
+    plan, schedule = case.plan, CATALOGUE[case.schedule].schedule(case.plan)
     programs = fpipe.lower(schedule, plan, resident=case.resident)
-    timeline = fpipe.simulate(schedule, plan, costs, resident=case.resident)
-    predicted = 1e3 * timeline.makespan
-    ratios = [ms / predicted for ms in times]
     return {
         "schedule": case.schedule,
         "ranks": plan.ranks,
@@ -277,25 +283,20 @@ def row(case: Case, costs: Costs, times: Sequence[float]) -> dict[str, Any]:
         "stages": plan.stages,
         "resident": case.resident,
         "gathers": max(sum(type(e) is Gather for e in program) for program in programs.values()),
-        "in_flight": max(timeline.peak_in_flight),
-        "predicted_ms": predicted,
-        "measured_ms": statistics.median(times),
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": statistics.quantiles(ratios)[::2] if len(ratios) > 1 else ratios * 2,
-        "rounds": len(times),
+        "in_flight": max(fpipe.simulate(schedule, plan).peak_in_flight),
     }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("\n{table}: {ranks} ranks x {replicas} replicas, {rounds} rounds; ms a layer: ".format(**rows[0]), end="")
-    print("forward {layer_ms:g}, gather {gather_ms:g}".format(**rows[0]))
+    print("forward {layer_ms:g}, gather {gather_ms:g}; the host's time for a piece {host_ms:.2f}".format(**rows[0]))
     print(f"{'':19}{'stages':>7} {'resident':>9} {'gathers':>8} {'in flight':>10}", end="")
     print(f" {'predicted':>10} {'measured':>9} {'ratio':>6} {'quartiles':>13}")
     for r in rows:
         resident = "-" if r["resident"] is None else r["resident"]
         print(f"{r['schedule']:19}{r['stages']:7} {resident:>9} {r['gathers']:8} {r['in_flight']:10g}", end="")
         print(f" {r['predicted_ms']:10.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
-        print(f" {'{:.3f}-{:.3f}'.format(*r['ratio_quartiles']):>13}", flush=True)
+        print(f" {predictions.quartiles(r, 'ratio'):>13}", flush=True)
 
 
 def main() -> None:
@@ -314,7 +315,7 @@ def main() -> None:
                 processes = table.ranks * table.replicas
                 yield from models.in_processes(job, processes, *arguments, limit=options.limit)
 
-    models.report("timed", options.json, parts(), show)
+    models.run("timed", options, parts(), show)
 
 
 if __name__ == "__main__":

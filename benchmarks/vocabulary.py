@@ -22,11 +22,11 @@ Five ways take turns:
   share the head, and twice the parameters.
 - `vocabulary`: `vocabulary-1f1b`, with equal numbers of blocks.
 
-A prediction is `simulate` with costs from `fpipe.profile`, the host's time for a piece, from a step of stages that do
-nothing, and a measured link, the mean of one profile before the rounds and one after them. Those of `real` are of the
-stages of each way, whose pieces take less than those of their layers together. A step is timed from a barrier to a
-barrier; times are medians of rounds. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'.
-Bytes are `fpipe.footprint` of the rank with the most.
+A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile`, the host's time for a piece, and
+a measured link. Those of `real` are of the stages of each way, whose pieces take less than those of their layers
+together, and of each round. A step is timed from a barrier to a barrier; times are medians of rounds, `ratio` is that
+of the rounds' ratios. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are
+`fpipe.footprint` of the rank with the most.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks import models, partitions, timed
+from benchmarks import models, partitions, predictions, timed
 from examples import gpt2_tied
 from fpipe import Batch, Costs, Edges, Output, Pipeline, Placement, Plan, Stage, handlers, interop
 from fpipe.plan import Schedule
@@ -159,12 +159,13 @@ class Process:
         self.is_timed = name != "real"
         self.model = Timed(self.table) if self.is_timed else Real(self.table)
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
-        self.link = models.ping(rank, self.model.activation)
-        self.host = partitions.host_time(self.handler, self.table.ranks, self.link)
+        self.link = predictions.ping(rank, self.model.activation)
+        stage = timed.brief if self.is_timed else predictions.idle
+        self.host = predictions.Host(self.handler, self.table.ranks, self.link, stage)
         self.count = self.table.blocks + 2
         self.layers = partitions.of_layers(self.count, self.table.ranks, self.table.microbatches)
 
-    def profile(self, in_parts: bool, cuts: Sequence[int] | None = None) -> Costs:
+    def profile(self, in_parts: bool, cuts: Sequence[int] | None = None, repeats: int = models.REPEATS) -> Costs:
         """Return the costs of the parts of the vocabulary, or of stages of layers.
 
         Args:
@@ -173,7 +174,7 @@ class Process:
         cuts = range(1, self.count) if cuts is None else cuts
         stages = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
         count = 1 if self.is_timed else models.PROFILED
-        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": models.REPEATS}
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": repeats}
         costs = fpipe.profile(*stages, *self.model.data(count, in_parts), microbatches=count, **options)
         return replace(costs, communication=self.link)
 
@@ -181,31 +182,37 @@ class Process:
         """Return the ways that take turns, cut and chosen by a profile of the layers."""
         ranks, costs = self.table.ranks, self.profile(in_parts=False)
         times = times_of(self.layers, costs)
-        grouped = partial(partitions.grouped, plan=self.layers, costs=costs, host=self.host)
+        host = self.host.seconds(models.REPEATS)
+        grouped = partial(partitions.grouped, plan=self.layers, costs=costs, host=host)
         chain, both_ways = Placement.loop(ranks), Placement.both_ways(ranks)
         chosen = {
             "1f1b": grouped("1f1b", partitions.by_number(chain, self.count)),
             "balanced": grouped("1f1b", balanced(chain, times)),
-            "named": min(filter(has_no_copies, partitions.named(self.layers, costs, self.host)), key=makespan),
+            "named": min(filter(has_no_copies, partitions.named(self.layers, costs, host)), key=makespan),
             "dualpipe": grouped("dualpipe", levelled(both_ways, times)),
         }
         ways = {way: Way(each.name, each.schedule, each.plan, each.layers) for way, each in chosen.items()}
         plan = Plan(Placement.vocabulary(ranks), self.table.microbatches, Edges.vocabulary(ranks))
         return ways | {"vocabulary": Way("vocabulary-1f1b", vocabulary_1f1b, plan)}
 
-    def predictions(self, ways: dict[str, Way]) -> dict[str, tuple[float, float]]:
-        """Return the milliseconds of each way and the bytes of its rank with the most, by a new profile."""
+    def costs(self, ways: dict[str, Way]) -> dict[str, Costs]:
+        """Return the costs of the stages of each way, by a new profile."""
         of_layers = self.profile(in_parts=False) if self.is_timed else None
-        results = {}
-        for key, (_, schedule, plan, layers) in ways.items():
+        costs = {}
+        for key, (_, _, plan, layers) in ways.items():
             if layers and of_layers is not None:  # the sleeps of layers add up
-                costs = Grouping(self.layers, layers, self.host).costs(of_layers, plan)
+                costs[key] = Grouping(self.layers, layers).costs(of_layers, plan)
             else:
-                of_stages = self.profile(not layers, [*accumulate(layers)][:-1])
-                costs = partitions.with_host(of_stages, plan, self.host)
-            sizes = fpipe.footprint(fpipe.lower(schedule, plan), costs)
-            results[key] = 1e3 * fpipe.simulate(schedule, plan, costs).makespan, max(each.total for each in sizes)
-        return results
+                costs[key] = self.profile(not layers, [*accumulate(layers)][:-1], predictions.REPEATS)
+        return costs
+
+    def predictions(self, ways: dict[str, Way], costs: dict[str, Costs]) -> dict[str, float]:
+        """Return the seconds of each way."""
+        host, seconds = self.host.seconds(), {}
+        for key, (_, schedule, plan, _) in ways.items():
+            with_host = predictions.with_host(costs[key], plan, host)
+            seconds[key] = fpipe.simulate(schedule, plan, with_host).makespan
+        return seconds
 
     def step(self, way: Way) -> Callable[[], object]:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
@@ -229,26 +236,22 @@ def job(rank: int, ranks: int, name: str, rounds: int) -> Iterator[list[dict[str
     process = Process(rank, name)
     ways = process.ways()
     steps = {key: process.step(way) for key, way in ways.items()}
-    times = {key: list[float]() for key in steps}
-    for step in steps.values():
-        step()
-    predictions = [process.predictions(ways)]
-    for _ in range(rounds):
-        for key, step in steps.items():
-            times[key].append(timed.milliseconds(step))
-    predictions.append(process.predictions(ways))
-    yield [row(name, key, way, times, predictions) for key, way in ways.items()]
+    costs = process.costs(ways)
+
+    def predict() -> dict[str, float]:
+        return process.predictions(ways, costs if process.is_timed else process.costs(ways))
+
+    results = predictions.compare(steps, predict, rounds)
+    sizes = {key: None if process.is_timed else most_bytes(way, costs[key]) for key, way in ways.items()}
+    yield [row(name, key, way, results) | {"bytes": sizes[key]} for key, way in ways.items()]
 
 
-def row(
-    name: str,
-    key: str,
-    way: Way,
-    times: dict[str, list[float]],
-    predictions: Sequence[dict[str, tuple[float, float]]],
-) -> dict[str, Any]:
-    first, predicted = (statistics.fmean(each[of][0] for each in predictions) for of in ("1f1b", key))
-    measured = statistics.median(times[key])
+def most_bytes(way: Way, costs: Costs) -> float:
+    return max(each.total for each in fpipe.footprint(fpipe.lower(way.schedule, way.plan), costs))
+
+
+def row(name: str, key: str, way: Way, results: dict[str, predictions.Rounds]) -> dict[str, Any]:
+    first, own = results["1f1b"], results[key]
     return {
         "table": name,
         "way": key,
@@ -256,13 +259,9 @@ def row(
         "ranks": way.plan.ranks,
         "microbatches": way.plan.microbatches,
         "layers": way.layers,
-        "predicted_ms": predicted,
-        "measured_ms": measured,
-        "ratio": measured / predicted,
-        "predicted_over": first / predicted,
-        "over": statistics.median(a / b for a, b in zip(times["1f1b"], times[key], strict=True)),
-        "bytes": predictions[-1][key][1] if name == "real" else None,
-        "rounds": len(times[key]),
+        **own.figures(),
+        "predicted_over": statistics.median(a / b for a, b in zip(first.predicted, own.predicted, strict=True)),
+        "over": statistics.median(first.over(own)),
     }
 
 
@@ -281,16 +280,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     parser = models.parser(__doc__, rounds=3, limit=900)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    models.add_out(parser)
     options = parser.parse_args()
     parts = (
         part
         for name in options.tables
         for part in models.in_processes(job, TABLES[name].ranks, name, options.rounds, limit=options.limit)
     )
-    rows = models.report("vocabulary", options.json, parts, show)
-    if options.out:
-        models.write(options.out, rows)
+    models.run("vocabulary", options, parts, show)
 
 
 if __name__ == "__main__":

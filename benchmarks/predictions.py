@@ -1,0 +1,202 @@
+"""What benchmarks in several processes predict of a step, and how they compare it with the steps that they measure.
+
+A prediction is `simulate` with costs of `fpipe.profile`, with the time of the host for a piece (`Host`) in that of each
+piece (`with_host`), and with a measured link (`ping`). Where pieces compute, the speed of the machine changes by more
+than a prediction may be off, so each round profiles anew, next to its steps (`compare`). A ratio is measured over
+predicted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fpipe
+from benchmarks import models
+from fpipe import Costs, Link, Pipeline, Placement, Plan, handlers
+from fpipe.schedules.grouping import Grouping
+
+T = TypeVar("T")
+Key = TypeVar("Key")
+PINGS = 200  # messages there and back
+MICROBATCHES, SIDE = 32, 32  # of the steps that show the host's time, and of their activations
+REPEATS = 2  # steps of a profile that each round takes
+SEARCH = 600  # seconds that processes wait for the one that searches
+
+
+def ping(rank: int, value: Tensor) -> Link:
+    """Measure half of a round trip of a message between ranks 0 and 1, empty and as large as an activation."""
+
+    def seconds(message: Tensor) -> float:
+        times = []
+        for _ in range(PINGS):
+            start = time.perf_counter()
+            if rank == 0:
+                dist.send(message, 1)
+                dist.recv(message, 1)
+            elif rank == 1:
+                dist.recv(message, 0)
+                dist.send(message, 0)
+            times.append((time.perf_counter() - start) / 2)
+        return statistics.median(times)
+
+    least, whole = seconds(torch.empty(1)), seconds(torch.empty_like(value))
+    return on_first(lambda: Link(least, value.nbytes / max(whole - least, 1e-9)))
+
+
+def idle(w: Tensor, x: Tensor) -> Tensor:
+    """Do nothing, as a stage."""
+    return x * w
+
+
+class Host:
+    """The time by which the host makes a piece longer, with the posts of its transfers.
+
+    It is what a step of GPipe takes beyond its prediction, over the 2 (m + p - 1) pieces of m microbatches on p ranks
+    that run one after another.
+
+    Args:
+        stage: takes a short time. Where the measured ranks compute it does nothing, and where they sleep it sleeps,
+            because ranks that exceed cores wait for them only as long as others do not sleep.
+        costs: those that predictions have of such stages; by default a profile.
+    """
+
+    def __init__(
+        self,
+        handler: handlers.Distributed,
+        ranks: int,
+        link: Link,
+        stage: Callable[[Tensor, Tensor], Tensor] = idle,
+        costs: Costs | None = None,
+    ) -> None:
+        pipeline = Pipeline([stage] * ranks, models.loss_fn)
+        plan, params = pipeline.plan(Placement.loop(ranks), MICROBATCHES), {s: torch.ones(SIDE) for s in range(ranks)}
+        data = torch.ones(MICROBATCHES, SIDE), torch.zeros(MICROBATCHES, SIDE)
+        options: dict[str, Any] = {"handler": handler, "autodiff": "graph"}
+        if costs is None:
+            costs = fpipe.profile(pipeline, params, *(x[:1] for x in data), repeats=models.REPEATS, **options)
+        self.predicted = fpipe.simulate("gpipe", plan, replace(costs, communication=link)).makespan
+        self.pieces, self.times = 2 * (MICROBATCHES + ranks - 1), list[float]()
+        step = fpipe.value_and_grad(pipeline, "gpipe", plan, **options)
+        self.step = partial(step, pipeline.params_on(params, plan, handler.rank), *data)
+        self.step()
+
+    def seconds(self, repeats: int = REPEATS) -> float:
+        """Measure it, as on rank 0."""
+        took = 1e-3 * statistics.median(milliseconds(self.step) for _ in range(repeats))
+        self.times.append(on_first(lambda: max(0.0, took - self.predicted) / self.pieces))
+        return self.times[-1]
+
+    @property
+    def milliseconds(self) -> float:
+        """The median of all that was measured."""
+        return 1e3 * statistics.median(self.times)
+
+
+def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
+    """Return the costs of stages with the host's time in that of each piece."""
+    return Grouping(plan, [1] * plan.stages, host).costs(costs, plan)
+
+
+def on_first(compute: Callable[[], T]) -> T:
+    """Return the result of a function that one process calls, where there are several."""
+    if not dist.is_initialized():
+        return compute()
+    results: list[Any] = [compute() if dist.get_rank() == 0 else None]
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SEARCH))
+    dist.broadcast_object_list(results, 0, group)
+    return cast(T, results[0])
+
+
+# Measured
+
+
+def milliseconds(step: Callable[[], object]) -> float:
+    """Return the time of a step, from a barrier to a barrier."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def period(step: Callable[[], object], steps: int, between: Callable[[], object] = lambda: None) -> float:
+    """Return the milliseconds of a step in a loop, of its later half, as `Timeline.period` does.
+
+    Args:
+        between: what comes after each step; nothing, or a barrier.
+    """
+    dist.barrier()
+    ends = []
+    for _ in range(steps):
+        step()
+        between()
+        ends.append(time.perf_counter())
+    half = steps // 2
+    return 1e3 * (ends[-1] - ends[half - 1]) / (steps - half)
+
+
+@dataclass
+class Rounds:
+    """A figure of each round, predicted and measured: the milliseconds of a step, or its bytes."""
+
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+
+    def figures(self, unit: str = "_ms") -> dict[str, Any]:
+        """Return medians, of the ratios of each round with quartiles; names of figures end with the unit."""
+        ratios = [a / b for a, b in zip(self.measured, self.predicted, strict=True)]
+        return {
+            f"predicted{unit}": statistics.median(self.predicted),
+            f"measured{unit}": statistics.median(self.measured),
+            **spread("ratio", ratios),
+            "rounds": len(ratios),
+        }
+
+    def over(self, others: Rounds) -> list[float]:
+        """Return the measured times of each round over those of another step."""
+        return [a / b for a, b in zip(self.measured, others.measured, strict=True)]
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Return the median of some values, and their quartiles."""
+    first, _, third = statistics.quantiles(values) if len(values) > 1 else [*values] * 3
+    return {name: statistics.median(values), f"{name}_quartiles": [first, third]}
+
+
+def quartiles(row: Mapping[str, Any], name: str) -> str:
+    """Return the text of a figure's quartiles."""
+    return "{:.3f}-{:.3f}".format(*row[f"{name}_quartiles"])
+
+
+def compare(
+    steps: Mapping[Key, Callable[[], object]],
+    predict: Callable[[], Mapping[Key, float]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], float] = milliseconds,
+) -> dict[Key, Rounds]:
+    """Run all steps in turn in each round, after one of each that does not count.
+
+    Args:
+        predict: returns the seconds of each step. It is called in each round, so that what it profiles is of the
+            machine's speed at that time.
+        measure: returns the milliseconds of a step.
+    """
+    for step in steps.values():
+        step()
+    results = {key: Rounds() for key in steps}
+    for _ in range(rounds):
+        predicted = predict()
+        for key, step in steps.items():
+            results[key].predicted.append(1e3 * predicted[key])
+            results[key].measured.append(measure(step))
+    return results
