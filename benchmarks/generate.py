@@ -17,6 +17,13 @@ that computes, which other programs disturb less. The rest of a call are waits: 
 pass the ranks before, and for the last token.
 
 With `--prompt-slices` the ranks run prompts in so many slices, one process whole ones.
+
+`predicted_ms` is the time of a call by `simulate`, of the program that the ranks run, and `measured_ms` that of the
+calls; `measured_over_predicted` is the median of the rounds' quotients. In each round all processes record the program
+in one process, at the same time and each by itself, so that they share caches and memory as the ranks do; the times of
+a prefill and of a decode of a stage are those of its rank, in processor time of the thread. The link is measured
+(`benchmarks.predictions.ping`), with messages of the hidden states of one token. The host's time for a piece is what a
+call with stages that do nothing takes beyond such a prediction, over the pieces that run one after another.
 """
 
 from __future__ import annotations
@@ -26,17 +33,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import truediv
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import fpipe
-from benchmarks import models
-from fpipe import Pipeline, Placement, Recording, handlers
+from benchmarks import models, predictions
+from fpipe import Batch, Cache, Costs, Link, Pipeline, Placement, Plan, Recording, Stage, handlers
 from fpipe.interop.transformers import split_with_cache
 
 PROMPTS, LENGTH = 8, 32
+SIDE = 32  # of what stages return that do nothing
 WAYS = ("tokens_per_s", "one_process", "batch_generate")
 
 
@@ -58,6 +67,7 @@ class Rounds:
         alone: the seconds that the pieces of all stages took in one process.
         busy: those that the pieces of each rank took.
         host: those that the host took between these.
+        predicted: the seconds that the ranks' calls are predicted to take.
         texts: the tokens of each way, in the last round.
     """
 
@@ -65,7 +75,79 @@ class Rounds:
     alone: list[float] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
     host: list[list[float]] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
     texts: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Generation:
+    """Calls of a pipeline on some prompts, recorded in processor time.
+
+    Args:
+        plan: of its program.
+    """
+
+    call: Callable[[], torch.Tensor]
+    plan: Plan
+    recording: Recording
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline, params: Any, prompts: torch.Tensor, handler: Any, ranks: int, setting: Setting
+    ) -> Generation:
+        """Return the calls of ranks over gloo, or of one process that runs all stages."""
+        placement = Placement([0] * ranks) if isinstance(handler, handlers.Local) else Placement.loop(ranks)
+        plan, tokens, slices = pipeline.plan(placement, setting.microbatches), setting.tokens, setting.slices
+        program = replace(plan, tokens=slices - 1 + tokens, prefills=slices)
+        recording = Recording(fpipe.lower(fpipe.autoregressive, program), clock=time.thread_time)
+        options: dict[str, Any] = {"max_new_tokens": tokens, "prompt_slices": slices, "observe": recording}
+        run = fpipe.generator(pipeline, plan, handler=handler, **options)
+        own = pipeline.params_on(params, plan, handler)
+        return cls(lambda: run(own, prompts), program, recording)
+
+    def times(self) -> Costs:
+        """Call it in every process at once; return the times of each stage as its rank took them."""
+        dist.barrier()
+        self.call()
+        own, stages = self.recording.measurement().costs(), self.plan.stages
+        decodes = own.decode or [0.0] * stages  # one new token is the prefill's
+        every = of_every_rank((own.prefill, decodes), stages)
+        prefill, decode = ([each[stage] for stage, each in enumerate(kind)] for kind in zip(*every, strict=True))
+        return Costs(prefill=prefill, decode=decode)
+
+    def predicted(self, times: Costs, link: Link, host: float) -> float:
+        """Return the seconds of a call.
+
+        Args:
+            host: seconds of the host for a piece.
+        """
+        prefill, decode = ([seconds + host for seconds in each] for each in (times.prefill, times.decode))
+        costs = replace(times, prefill=prefill, decode=decode, communication=link)
+        return fpipe.simulate(fpipe.autoregressive, self.plan, costs).makespan
+
+
+class Idle:
+    """A generation of stages that do nothing, which shows the host's time for a piece."""
+
+    def __init__(self, prompts: torch.Tensor, ranks: int, setting: Setting, link: Link) -> None:
+        first, last = Stage(lambda p, ids: ids[..., None] * p, [Batch("input_ids")]), lambda p, x: x[:, -1] * p
+        stages = [first, *[predictions.idle] * (ranks - 2), last]
+        cache = Cache(PROMPTS // setting.microbatches, LENGTH + setting.tokens, state={})
+        arguments = Pipeline(stages, cache=cache), {stage: torch.ones(SIDE) for stage in range(ranks)}, prompts
+        by_ranks, self.link = Generation.of(*arguments, handlers.Distributed(), ranks, setting), link
+        self.by_ranks, self.alone = by_ranks, Generation.of(*arguments, handlers.Local(), ranks, setting)
+        self.pieces = fpipe.simulate(fpipe.autoregressive, by_ranks.plan, Costs(forward=1)).makespan
+        self.by_ranks.call()
+        self.alone.call()
+
+    def seconds(self) -> float:
+        """Return the seconds of the host for a piece, as on rank 0."""
+        times = self.alone.times()
+        dist.barrier()
+        _, took = timed(self.by_ranks.call)
+        return predictions.on_first(
+            lambda: max(0.0, took - self.by_ranks.predicted(times, self.link, 0.0)) / self.pieces
+        )
 
 
 def job(rank: int, ranks: int, settings: Sequence[Setting], rounds: int) -> Iterator[list[dict[str, Any]]]:
@@ -97,31 +179,30 @@ def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Settin
     prompts = torch.randint(12 * setting.width, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": setting.tokens}
 
-    def generator(placement: Placement, handler: Any, slices: int) -> tuple[Callable[[], torch.Tensor], Recording]:
-        plan, tokens = pipeline.plan(placement, setting.microbatches), setting.tokens
-        programs = fpipe.lower(fpipe.autoregressive, replace(plan, tokens=slices - 1 + tokens, prefills=slices))
-        recording = Recording(programs, clock=time.thread_time)
-        options: dict[str, Any] = {"max_new_tokens": tokens, "prompt_slices": slices, "observe": recording}
-        generate = fpipe.generator(pipeline, plan, handler=handler, **options)
-        own = pipeline.params_on(params, plan, handler)
-        return lambda: generate(own, prompts), recording
+    def generation(handler: Any, setting: Setting = setting) -> Generation:
+        return Generation.of(pipeline, params, prompts, handler, ranks, setting)
 
-    by_ranks, of_ranks = generator(Placement.loop(ranks), handlers.Distributed(), setting.slices)
-    alone, of_one = generator(Placement([0] * ranks), handlers.Local(), slices=1)
-    ways = [by_ranks, alone, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]
+    by_ranks, alone = generation(handlers.Distributed()), generation(handlers.Local(), setting._replace(slices=1))
+    profiled = alone if setting.slices == 1 else generation(handlers.Local())
+    hidden = torch.ones(PROMPTS // setting.microbatches, 1, setting.width)
+    link = predictions.ping(dist.get_rank(), hidden)
+    link = Link(link.latency + hidden.nbytes / link.bandwidth)
+    idle = Idle(prompts, ranks, setting, link)
+    ways = [by_ranks.call, alone.call, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]
     calls = Rounds()
     for at in range(rounds + 1):
-        results = []
+        results, predicted = [], by_ranks.predicted(profiled.times(), link, idle.seconds())
         for way in ways:
             dist.barrier()
-            if way is by_ranks or dist.get_rank() == 0:
+            if way is by_ranks.call or dist.get_rank() == 0:
                 results.append(timed(way))
-        accounts = of_every_rank(of_ranks.measurement().account(dist.get_rank()), ranks)
+        accounts = of_every_rank(by_ranks.recording.measurement().account(dist.get_rank()), ranks)
         if at and dist.get_rank() == 0:
             calls.texts = [tokens for tokens, _ in results]
             for each, (_, seconds) in zip(calls.seconds.values(), results, strict=True):
                 each.append(seconds)
-            calls.alone.append(of_one.measurement().account(0).compute)
+            calls.alone.append(alone.recording.measurement().account(0).compute)
+            calls.predicted.append(predicted)
             calls.busy.append([account.compute for account in accounts])
             calls.host.append([sum(account.between) for account in accounts])
     return calls
@@ -162,6 +243,9 @@ def row(ranks: int, setting: Setting, calls: Rounds) -> dict[str, Any]:
         "ranks": ranks,
         **{name: tokens / statistics.median(each) for name, each in seconds.items()},
         "ratio": over("one_process"),
+        "predicted_ms": 1e3 * statistics.median(calls.predicted),
+        "measured_ms": 1e3 * statistics.median(whole),
+        "measured_over_predicted": statistics.median(map(truediv, whole, calls.predicted)),
         "bound": statistics.median(one / max(each) for one, each in zip(calls.alone, calls.busy, strict=True)),
         "busy": shares(calls.busy),
         "host": shares(calls.host),
@@ -175,7 +259,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         print(
             f"{each['model']}, {each['prompts']} prompts in {each['microbatches']} microbatches"
             f"{' and {prompt_slices} slices'.format(**each) if each['prompt_slices'] > 1 else ''}, {each['tokens']} "
-            f"new tokens, {each['ranks']} ranks: {each['tokens_per_s']:.0f} tokens/s, one process "
+            f"new tokens, {each['ranks']} ranks: {each['tokens_per_s']:.0f} tokens/s, in {each['measured_ms']:.0f} ms "
+            f"({each['predicted_ms']:.0f} predicted, ratio {each['measured_over_predicted']:.2f}), one process "
             f"{each['one_process']:.0f} (ratio {each['ratio']:.2f}, bound {each['bound']:.2f}; pieces take "
             f"{', '.join(f'{share:.0%}' for share in each['busy'])} of each rank's time, and the host between them "
             f"{', '.join(f'{share:.0%}' for share in each['host'])}), model.generate of the batch "
@@ -194,6 +279,8 @@ def main() -> None:
     parser.add_argument("--prompt-slices", type=models.positive, nargs="+", default=[1])
     models.add_out(parser)
     options = parser.parse_args()
+    if options.ranks < 2:
+        parser.error("ranks are compared with one process: give --ranks at least 2")
     numbers = options.width, options.microbatches, options.tokens, options.prompt_slices
     settings = list(itertools.starmap(Setting, itertools.product(*numbers)))
     parts = models.in_processes(job, options.ranks, settings, options.rounds, limit=options.limit)

@@ -300,15 +300,17 @@ def test_rates_of_generating_are_compared_within_a_round():
     seconds = {"tokens_per_s": [1.0, 3.0, 0.7], "one_process": [1.5, 3.0, 1.4], "batch_generate": [0.5, 1.5, 0.7]}
     busy = [[0.75, 0.5], [1.5, 2.0], [0.5, 0.5]]
     host = [[0.1, 0.2], [0.3, 0.6], [0.07, 0.14]]
-    calls = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, found)
+    calls = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [0.8, 3.0, 0.5], found)
     row = generate.row(2, generate.Setting(64, 4, 4, 1), calls)
     assert row.keys() >= {"model", "prompts", "microbatches", "tokens", "prompt_slices", "ranks", "batch_generate"}
     assert (row["tokens_per_s"], row["one_process"]) == (tokens / 1.0, tokens / 1.5)
     assert (row["ratio"], row["batch_ratio"], row["equal"]) == (1.5, 0.5, True)
+    assert (row["predicted_ms"], row["measured_ms"]) == (800, 1000)
+    assert row["measured_over_predicted"] == pytest.approx(1.25)  # of 1 / 0.8, 3 / 3 and 0.7 / 0.5
     assert row["bound"] == pytest.approx(1.6)  # of 1.2 / 0.75, 3 / 2 and 0.9 / 0.5
     assert row["busy"] == pytest.approx([0.5 / 0.7, 2 / 3])
     assert row["host"] == pytest.approx([0.1, 0.2])
-    other = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [*found[:2], torch.zeros(8, 3)])
+    other = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [0.8, 3.0, 0.5], [*found[:2], torch.zeros(8, 3)])
     assert not generate.row(2, generate.Setting(64, 4, 4, 1), other)["equal"]
 
 
@@ -320,6 +322,8 @@ def test_generate(printed):
         assert row["equal"]
         assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["one_process"])
         assert 0 < max(row["busy"]) < 1
+        assert row["predicted_ms"] > 0
+        assert row["measured_ms"] == pytest.approx(1e3 * 8 * row["tokens"] / row["tokens_per_s"])
 
 
 @pytest.mark.skipif(not ALL, reason="a prediction of a large model takes half a minute: FPIPE_TESTS=all runs it")
