@@ -364,13 +364,6 @@ class Costs:
             )
         return link
 
-    def delay(self, source: int, target: int, value: Name, table: Table = TABLE) -> float:
-        """Return the time from the send of a value to its arrival, on a free link; 0 if it stays on its rank."""
-        if source == target:
-            return 0.0
-        link = self.link(source, target)
-        return link.latency + table.message_bytes(value, self, None, 0) / link.bandwidth
-
     def bytes(self, name: Any, table: Table = TABLE) -> float:
         """Return the size of a value on a rank; 0 for sums of weight gradients, which live for the whole step."""
         return table.values[type(name)].bytes(name, self, None, 0)

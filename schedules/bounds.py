@@ -19,7 +19,7 @@ from typing import Any
 from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import BackwardInput, BackwardWeight, Deferred, Forward, Residuals
 from fpipe.errors.arguments import checked
-from fpipe.plan import Plan
+from fpipe.plan import Placement, Plan
 from fpipe.programs.footprint import check_limit, lasting_bytes
 from fpipe.schedules.cuts import existing
 from fpipe.schedules.flights import Flights
@@ -180,16 +180,16 @@ def _alone(name: Residuals | Deferred, costs: Costs, slices: int) -> float:
 
 
 def _published(plan: Plan, costs: Costs, limits: Sequence[float]) -> float:
-    """Return the published bound for two chunks on each rank; 0 where its assumptions do not hold."""
+    """Return the published bound for a V of a chain; 0 where its assumptions do not hold."""
     p, m = plan.ranks, plan.microbatches
+    is_v = plan.placement == Placement.v(p) and all(plan.sources(s) == ((s - 1,) if s else ()) for s in range(2 * p))
     passes = (
         kind(s, i) for kind in (Forward, BackwardInput, BackwardWeight) for s in range(plan.stages) for i in range(m)
     )
     times = {costs.time(each) for each in passes}
-    two = plan.stages == 2 * p and all(len(plan.stages_on(rank)) == 2 for rank in range(p))
     plain = costs.overlap is None and costs.communication == 0
     limit = max(limits)
-    if limit == inf or not two or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
+    if limit == inf or not is_v or not plain or len(times) > 1 or m < 2 * p or plan.trained is not None:
         return 0.0
     return times.pop() * max(6 * m, 6 * m + 6 * p - 3 * floor(2 * limit) - 1)
 
@@ -225,7 +225,7 @@ class Chain:
         for kind, s in product((FORWARD, INPUT), range(count)):
             at = count + s if kind == INPUT else s - 1
             hops = [hop for hop in work.hops[at] if hop.edge] if s else []
-            more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire for hop in hops)
+            more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire or 0.0 for hop in hops)
             self._sums[kind].append([a + b for a, b in zip(self._sums[kind][-1], more, strict=True)])
         kinds = zip(self.scale, self.sizes, strict=True)
         self._unlike = [*{kind: m for m, kind in enumerate(kinds)}.values()]

@@ -21,6 +21,7 @@ from fpipe.effects import (
 )
 from fpipe.plan import Plan
 from fpipe.schedules.cuts import existing
+from fpipe.tables import TABLE
 
 
 class Flights:
@@ -176,7 +177,11 @@ class Flights:
         plan, scale = self.plan, self.scale[microbatch]
 
         def travels(source: int, target: int, value: Name) -> float:
-            return self.costs.delay(plan.rank_of(source, microbatch), plan.rank_of(target, microbatch), value)
+            a, b = plan.rank_of(source, microbatch), plan.rank_of(target, microbatch)
+            if a == b:
+                return 0.0
+            link = self.costs.link(a, b)
+            return link.latency + TABLE.message_bytes(value, self.costs, plan, b) / link.bandwidth
 
         done = {stage: 0.0}
         for s in range(stage + 1, plan.stages):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe import Costs, Placement, Plan, ScheduleError, lower, simulate, verify
+from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.costs import Shared
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Residuals
 from fpipe.programs.footprint import footprint, lasting_bytes, least_bytes
@@ -228,3 +228,17 @@ def test_sums_of_gradients_are_not_there_before_the_first_one():
     assert (limit, least_bytes(plan, costs)) == (20, [5, 5])
     cost = simulate(gpipe, plan, costs).cost
     assert lower_bound(plan, costs, memory_limit_bytes=20) <= cost < lower_bound(plan, costs, memory_limit_bytes=15)
+
+
+def test_of_an_output_a_transfer_is_what_the_next_stage_reads():
+    plan = Plan(Placement.loop(2), 1)
+    costs = Costs(activation=[100, 0], reads={(0, 1): 10}, communication=Link(0, 10))
+    assert simulate("1f1b", plan, costs).cost == 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1
+    assert lower_bound(plan, costs) == 7  # without the weight gradient of the second stage, which may be late
+
+
+def test_the_published_bound_is_of_chains():
+    # The last stage of a V reads all others, which read the batch: no chunk waits for another one's forward.
+    v, flat = Plan(Placement.v(4), 8), Edges([()] * 7 + [tuple(range(7))])
+    assert lower_bound(v, Costs(), memory_limit=2) == 6 * 8 + 6 * 4 - 3 * 4 - 1
+    assert lower_bound(replace(v, edges=flat), Costs(), memory_limit=2) <= 6 * 8 + 2
