@@ -174,6 +174,7 @@ class Calls:
         self.computes: dict[int, fx.Effect] = {}
         self.slots: list[Any] = []
         self.touched: list[tuple[int, ...]] = []
+        self.unread: list[int] = []  # slots of what no effect reads, of the one that is compiled
         self.running: Step | None = None
         self.host: HostResiduals | None = None
         last = self.plan.stages - 1
@@ -232,8 +233,10 @@ class Calls:
                     self._take(name, self.takes.pop(name))
             self._effect(effect)
             dead = {n for n in needs if self.last_use[n] == at} | {n for n in gives if n not in self.last_use}
-            if slots := tuple(self.slot(n) for n in dead | set(self.table.frees(effect, self.plan))):
-                self.calls.append(partial(_drop, self.slots, slots))
+            freed = [self.slot(n) for n in dead | set(self.table.frees(effect, self.plan))] + self.unread
+            if freed:
+                self.calls.append(partial(_drop, self.slots, tuple(freed)))
+            self.unread = []
         self.starts.append(len(self.calls))
         if self.observe is not None:
             self.observe.on_store(self.rank, self)
@@ -331,6 +334,8 @@ class Calls:
         keep = residuals is not None or self.pieces.differentiated  # in autograd's mode, even if nothing is saved
         last = stage == self.plan.stages - 1
         is_sent = bool(self.plan.consumers(stage)) or self.pieces.gather
+        if not self.plan.consumers(stage):  # the results have it
+            self.unread.append(out)
 
         def call() -> None:
             step = self.step

@@ -203,6 +203,22 @@ def test_so_do_ranks_that_add_the_gradients_of_their_stages(pools, name):
         check(*found)
 
 
+def test_losses_of_microbatches_keep_no_more_than_their_numbers():
+    # mse_loss returns a scalar in memory as large as the outputs.
+    pipeline = Pipeline([lambda p, x: torch.tanh(x * p)] * 2, loss=F.mse_loss)
+    params, size = {0: torch.ones(256), 1: torch.ones(256)}, 64 * 256 * 4
+
+    def peak(microbatches):
+        plan = pipeline.plan(Placement.loop(2), microbatches)
+        rows, live = torch.ones(64 * microbatches, 256), LiveBytes()
+        step = fpipe.value_and_grad(pipeline, "1f1b", plan, handler=handlers.Local(), autodiff="graph", observe=live)
+        step(params, rows, 2 * rows)
+        live.run(step, params, rows, 2 * rows)
+        return live.peak(1)
+
+    assert peak(8) - peak(2) < size
+
+
 def test_memory_that_several_names_have_is_counted_once():
     """Rank 0 has both stages: at the second forward's end two residuals, of which one is the output of the first."""
     plan = Plan(Placement.loop(1, chunks=2), 1)
