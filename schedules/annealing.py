@@ -203,10 +203,8 @@ class Player:
                 if weight:
                     queue.append(weight)
                 for reader, other, edge, wire, latency in hops:
-                    arrival = now
-                    if wire:
-                        arrival = sent[edge] = max(now, sent[edge]) + wire
-                    arrival += latency
+                    sent[edge] = leaves = max(now, sent[edge]) + wire
+                    arrival = leaves + latency
                     if arrival > ready[reader]:
                         ready[reader] = arrival
                     missing[reader] = lacks = missing[reader] - 1

@@ -225,7 +225,7 @@ class Chain:
         for kind, s in product((FORWARD, INPUT), range(count)):
             at = count + s if kind == INPUT else s - 1
             hops = [hop for hop in work.hops[at] if hop.edge] if s else []
-            more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire or 0.0 for hop in hops)
+            more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire for hop in hops)
             self._sums[kind].append([a + b for a, b in zip(self._sums[kind][-1], more, strict=True)])
         kinds = zip(self.scale, self.sizes, strict=True)
         self._unlike = [*{kind: m for m, kind in enumerate(kinds)}.values()]

@@ -171,10 +171,11 @@ class Filling:
             for reader, edge, wire, latency in hops:
                 if edge < 0:
                     continue
-                arrival = now
-                if wire:
-                    arrival = sent[edge] = max(now, sent[edge]) + wire
-                arrival += latency
+                leaves = sent[edge]
+                if leaves < now:
+                    leaves = now
+                sent[edge] = leaves = leaves + wire
+                arrival = leaves + latency
                 if arrival > ready[reader]:
                     ready[reader] = arrival
         if words:

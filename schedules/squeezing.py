@@ -151,9 +151,11 @@ class Squeezing:
             for first, reader, edge, wire, latency in hops[at]:
                 arrival = end
                 if edge >= 0:
-                    if wire:
-                        arrival = sent[edge] = max(end, sent[edge]) + wire * sizes[m]
-                    arrival += latency
+                    leaves = sent[edge]
+                    if leaves < end:
+                        leaves = end
+                    sent[edge] = leaves = leaves + wire * sizes[m]
+                    arrival = leaves + latency
                     if arrival >= ranks[reader].free:
                         heappush(agenda, (arrival, reader))
                 slot = first + m

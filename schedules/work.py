@@ -40,6 +40,9 @@ FORWARD, INPUT, WEIGHT = range(3)
 class Hop(NamedTuple):
     """The way of a pass's result to another pass: over an edge whose bytes queue, or within the rank.
 
+    A value of 0 bytes queues too, as in the simulator. An edge without a bandwidth needs no case of its own: its values
+    leave in the order of their passes, and take no time on it.
+
     Args:
         wire, latency: time that the bytes take on the edge, and until they arrive.
     """

@@ -14,7 +14,10 @@ from fpipe.schedules import lower_bound, v_auto, zb_auto
 from fpipe.schedules.annealing import Player, annealed
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
-from fpipe.schedules.work import Room, Work
+from fpipe.schedules.squeezing import Squeezing
+from fpipe.schedules.table import from_table
+from fpipe.schedules.v_blocks import passes
+from fpipe.schedules.work import Room, Work, table
 from tests.support.combinations import examples, few, one_in, sample, thorough
 
 # Ranks, microbatches, F, B, W, c, residuals, deferred, limit, factors of microbatches: cost. Proved with OR-tools by
@@ -137,7 +140,9 @@ def problems(draw):
     per_stage = eighths | st.lists(eighths, min_size=plan.stages, max_size=plan.stages)
     scale = draw(st.just(()) | st.lists(eighths, min_size=m, max_size=m))
     link = draw(st.just(0) | eighths | st.builds(Link, eighths, st.sampled_from([1.0, 8.0])))
-    sizes = {"residuals": draw(eighths) + 2, "deferred": draw(eighths), "activation": draw(st.sampled_from([0, 0.5]))}
+    values = st.sampled_from([0, 0.5])
+    activation = draw(values | st.lists(values, min_size=plan.stages, max_size=plan.stages))
+    sizes = {"residuals": draw(eighths) + 2, "deferred": draw(eighths), "activation": activation}
     return plan, Costs(draw(per_stage), draw(per_stage), draw(per_stage), communication=link, scale=scale, **sizes)
 
 
@@ -234,6 +239,23 @@ def test_words_that_wait_for_each_other_have_no_sequence():
     filling = Filling(Work.of(plan, Costs()), Room.counted(plan, [1, 1]))
     assert filling.sequence([[0, 2], [1, 3]]) is not None
     assert filling.sequence([[2, 0], [1, 3]]) is None
+
+
+@pytest.mark.parametrize(("placement", "cost"), [(Placement.loop(2, 2), 43), (Placement.v(2), 38)])
+def test_values_without_bytes_queue(placement, cost):
+    """Behind an activation that takes 4 s: that of stage 2 on the loop, and the gradient for stage 2 on the V."""
+    plan, costs = Plan(placement, 4), Costs(communication=Link(0, 1), activation=[4, 0, 0, 0])
+    work = Work.of(plan, costs)
+    (ruled,) = greedy(work, [4, 4], RULES[:1])
+    filling = Filling(work, Room.counted(plan, [4, 4]))
+    target = max(filling.busy)
+    words = [[at for at in word if at < filling.count] for word in ruled.words]
+    filled, player = filling.fill(words, target), Player(filling, target)
+    simulated = simulate(from_table(table(filled.words, plan)), plan, costs).cost
+    assert max(player.play(player.rows(words)).spans) == filled.cost == simulated == cost
+    if placement == Placement.v(2):
+        kinds = [[passes(rank, plan).index(at) for at in word] for rank, word in enumerate(filled.words)]
+        assert Squeezing(work).squeeze(kinds, 8)[0] == cost
 
 
 def test_less_memory_costs_more():

@@ -267,14 +267,14 @@ def test_every_limit_has_an_order():
 
 @st.composite
 def costs(draw, stages):
-    tenths = st.integers(0, 30).map(lambda n: n / 8)
+    tenths, values = st.integers(0, 30).map(lambda n: n / 8), st.sampled_from([0, 1, 4])
     times = st.one_of(tenths, st.lists(tenths, min_size=stages, max_size=stages))
     return Costs(
         draw(times),
         draw(times),
         draw(times),
         communication=draw(st.one_of(st.just(0), tenths, st.builds(Link, tenths, st.sampled_from([1.0, 8.0])))),
-        activation=draw(st.sampled_from([0, 1, 4])),
+        activation=draw(values | st.lists(values, min_size=stages, max_size=stages)),
     )
 
 
