@@ -12,8 +12,9 @@ serves every way to fill them, and a fill is one linear pass. Invariants:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from fpipe.costs import ROUNDING
@@ -183,15 +184,28 @@ class Filling:
                 words[rank] += [at for _, _, at in late[rank]]
         return max(free[rank] + sum(took for took, _, _ in late[rank]) - began[rank] for rank in ranks)
 
+    def best(self, words: Words, targets: Iterable[float]) -> tuple[float, float]:
+        """Return the least cost of filled words, and its target; infinite if ranks wait for each other or for memory.
+
+        Args:
+            targets: as of `cost`.
+        """
+        if (sequence := self.sequence(words)) is None:
+            return inf, inf
+        return min(((self.cost(sequence, target), target) for target in targets), key=itemgetter(0))
+
     def fill(self, words: Words, target: float) -> Filled:
         """Return words with weight gradients, in as little of the room as makes them no slower.
 
+        The cost is infinite, and there are no words, if ranks wait for each other or for memory.
+
         Args:
-            words: that fit the room.
             target: as of `cost`.
         """
-        sequence = self.sequence(words) or []
-        cost, low, high = self.cost(sequence, target), 0.0, 1.0  # of the room
+        sequence = self.sequence(words)
+        if sequence is None or (cost := self.cost(sequence, target)) == inf:
+            return Filled(inf, [])
+        low, high = 0.0, 1.0  # of the room
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             limits = [limit * middle for limit in self.room.limits]

@@ -97,10 +97,10 @@ class Blocks:
     def _try(self, period: float, delays: Sequence[float]) -> None:
         self.placed += len(self.passes)
         words = self._words(period, delays)
-        if words is None or (sequence := self.filling.sequence(words)) is None:
+        if words is None:
             return
-        cost, target = min((self.filling.cost(sequence, to), to) for to in (self.least, 1.03 * self.least, inf))
-        self.placed += 4 * len(sequence)
+        cost, target = self.filling.best(words, (self.least, 1.03 * self.least, inf))
+        self.placed += 4 * sum(map(len, words))
         if cost <= self.now.cost * (1 + UPHILL * self.rng.random() ** 3):
             self.now = Block(cost, target, period, delays, words)
             self.best = min(self.best, self.now, key=lambda block: block.cost)

@@ -202,7 +202,7 @@ class _Search:
             cost, order = self.few.squeeze(words, fill, self.least * CLOSE)
             if cost == inf:
                 continue
-            cost = min(cost, *self.few.filled(order, [self.few.least, self.least, inf]))
+            cost = min(cost, self.few.filled(order, [self.few.least, self.least, inf])[0])
             self.ways.append(Way(cost, each, make, fill))
             if cost <= self.least * (1 + ROUNDING):
                 self.least = min(cost, self.least)
@@ -270,10 +270,9 @@ class _Player:
             [numbers[kind] for kind in word if kind <= last] for numbers, word in zip(self._passes, words, strict=True)
         ]
 
-    def filled(self, words: Words, targets: list[float]) -> list[float]:
-        """Return the costs of words whose weight gradients are filled in anew, for each target."""
-        sequence = self.filling.sequence(self.passes(words, last=IA))
-        return [self.filling.cost(sequence, target) if sequence else inf for target in targets]
+    def filled(self, words: Words, targets: list[float]) -> tuple[float, float]:
+        """Return the least cost of words whose weight gradients are filled in anew, and its target."""
+        return self.filling.best(self.passes(words, last=IA), targets)
 
     def fastest(self, words: Words, fill: Fill, most: float) -> Filled:
         """Return the faster of words with the passes that fill their gaps, and of weight gradients filled in anew.
@@ -285,10 +284,10 @@ class _Player:
         if cost == inf:
             return Filled(inf, [])
         best = Filled(cost, self.passes(order))
-        targets = [self.least, min(cost, most), inf]
-        costs = self.filled(order, targets)
-        if min(costs) < targets[1] * (1 - ROUNDING):
-            return self.filling.fill(self.passes(order, last=IA), targets[costs.index(min(costs))])
+        enough = min(cost, most)
+        least, target = self.filled(order, [self.least, enough, inf])
+        if least < enough * (1 - ROUNDING):
+            return self.filling.fill(self.passes(order, last=IA), target)
         return best
 
     def kinds(self, words: Words) -> Words:
@@ -322,9 +321,9 @@ def annealed_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
             continue
         kinds = repeat(slots, period, plan.microbatches)
         blocks = [[passes(rank, plan)[kind] for kind in word] for rank, word in enumerate(kinds)]
-        sequence = filling.sequence(blocks) or []
-        for target in (least, best.cost, inf):
-            if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
+        if best.cost > least:
+            cost, target = filling.best(blocks, (least, best.cost, inf))
+            if cost < best.cost * (1 - ROUNDING):
                 best = filling.fill(blocks, target)
     return annealed(filling, best, max(filling.busy), ROUNDS).words
 

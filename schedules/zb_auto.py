@@ -128,9 +128,9 @@ def _by_rules(filling: Filling, whole: Sequence[float], bound: float) -> Filled:
             if until == WEIGHT and filled.cost < best.cost:
                 best = filled
             words = [[at for at in word if at < filling.count] for word in filled.words]
-            sequence = filling.sequence(words) or []
-            for target in (least, min(best.cost, filled.cost), inf):
-                if best.cost > least and filling.cost(sequence, target) < best.cost * (1 - ROUNDING):
+            if best.cost > least:
+                cost, target = filling.best(words, (least, min(best.cost, filled.cost), inf))
+                if cost < best.cost * (1 - ROUNDING):
                     best = filling.fill(words, target)
             if best.cost <= least:
                 return best

@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -239,6 +240,8 @@ def test_words_that_wait_for_each_other_have_no_sequence():
     filling = Filling(Work.of(plan, Costs()), Room.counted(plan, [1, 1]))
     assert filling.sequence([[0, 2], [1, 3]]) is not None
     assert filling.sequence([[2, 0], [1, 3]]) is None
+    assert filling.best([[2, 0], [1, 3]], [6, inf]) == (inf, inf)
+    assert filling.fill([[2, 0], [1, 3]], 6) == (inf, [])
 
 
 @pytest.mark.parametrize(("placement", "cost"), [(Placement.loop(2, 2), 43), (Placement.v(2), 38)])
