@@ -33,9 +33,10 @@ import fpipe
 from benchmarks import models, predictions, timed
 from fpipe import Costs, Link, Pipeline, handlers, interop
 from fpipe.handlers.distributed.backends import Gloo
+from fpipe.schedules.candidates import Degrees, Strategy
 from fpipe.schedules.machines import Machine
 from fpipe.schedules.shapes import ModelShape
-from fpipe.schedules.strategies import Degrees, Strategy, strategies
+from fpipe.schedules.strategies import strategies
 
 WORLDS = (4, 8)
 BATCH, WIDTH = 16, 64  # sequences of a step; numbers of an activation

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fpipe._lazy import reexports
 from fpipe.programs.updates import updating as updating
 from fpipe.schedules.bounds import lower_bound as lower_bound
+from fpipe.schedules.candidates import Strategy as Strategy
 from fpipe.schedules.catalogue import CATALOGUE as CATALOGUE, get as get
 from fpipe.schedules.controllable_memory import v_auto as v_auto, v_half as v_half, v_min as v_min
 from fpipe.schedules.dualpipe import dualpipe as dualpipe, dualpipe_v as dualpipe_v
@@ -26,7 +27,7 @@ from fpipe.schedules.seq_1f1b import seq_1f1b as seq_1f1b, seq_zb as seq_zb
 from fpipe.schedules.found import Found as Found
 from fpipe.schedules.search import pareto as pareto, search as search
 from fpipe.schedules.shapes import SHAPES as SHAPES, ModelShape as ModelShape
-from fpipe.schedules.strategies import Strategy as Strategy, strategies as strategies
+from fpipe.schedules.strategies import strategies as strategies
 from fpipe.schedules.table import from_table as from_table
 from fpipe.schedules.vocabulary_1f1b import vocabulary_1f1b as vocabulary_1f1b
 from fpipe.schedules.zb_auto import zb_auto as zb_auto

@@ -20,7 +20,8 @@ transfers share, the padding of vocabularies, experts whose tokens are uneven, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, product
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from fpipe._format import format_bytes, number
 from fpipe.costs import Costs, Link
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, parts
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Effect, Forward, parts
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
 from fpipe.programs.footprint import RankBytes, footprint
@@ -354,21 +355,25 @@ class Candidate:
     def _least(self) -> float:
         """Return bytes that no schedule with these stages falls below.
 
-        They are those of the shards, and of the microbatches whose residuals are there at the same time: one, or as
-        many as the order of the schedule says, where this does not depend on costs.
+        They are those of the shards, and the most of the residuals that are there at the same time with the sums of
+        gradients: of one microbatch, or of as many as the order of the schedule says beside each number of sums, where
+        this does not depend on costs. With few microbatches there is no sum yet when most of them are in flight.
         """
-        plan, itemsize = self.plan, self.pieces.job.itemsize
-        each = 4 * SINGLE + (itemsize if itemsize < SINGLE else 0)  # parameters, their sum, two moments, and the cast
-        counts = [1] * plan.ranks
+        plan = self.plan
+        counts = [(1, *(0 for _ in plan.stages_on(rank))) for rank in range(plan.ranks)]
         if not (self.entry.by_costs or self.entry.limited):
-            counts = _in_flight(self.entry.name, plan.ranks, self.chunks, min(plan.microbatches, plan.ranks))
-        return max(self._least_of(rank, count, each / self.degrees.shards) for rank, count in enumerate(counts))
+            counts = _in_flight(self.entry.name, plan.ranks, self.chunks, min(plan.microbatches, 2 * plan.ranks))
+        return max(self._least_of(rank, of_rank) for rank, of_rank in enumerate(counts))
 
-    def _least_of(self, rank: int, count: int, of_parameter: float) -> float:
-        stages = self.plan.stages_on(rank)
+    def _least_of(self, rank: int, counts: Sequence[int]) -> float:
+        """Return a rank's least bytes with so many microbatches in flight beside no sum, one sum, and so on."""
+        stages, itemsize, shards = self.plan.stages_on(rank), self.pieces.job.itemsize, self.degrees.shards
+        each = 3 * SINGLE + (itemsize if itemsize < SINGLE else 0)  # parameters, two moments, and the cast
+        sums = accumulate(sorted(SINGLE * self.parameters[s] / shards for s in stages), initial=0.0)
+        residuals, working = min(self.residuals[s] for s in stages), min(self.working[s] for s in stages)
+        several = max(count * residuals + size for count, size in zip(counts, sums, strict=True)) + working
         one = max(self.residuals[s] + self.working[s] for s in stages)
-        several = count * min(self.residuals[s] for s in stages) + min(self.working[s] for s in stages)
-        return of_parameter * sum(self.parameters[s] for s in stages) + max(one, several)
+        return each / shards * sum(self.parameters[s] for s in stages) + max(one, several)
 
     @property
     def chunks(self) -> int:
@@ -446,13 +451,17 @@ class Candidate:
             return [None]
         return [self.chunks >> halvings for halvings in range(self.chunks.bit_length())]
 
-    def least_bytes(self) -> float:
-        """Return the bytes with fewest resident stages and few microbatches; infinity if the plan is refused."""
-        try:
-            few = min(self.plan.microbatches, 2 * self.plan.ranks)
-            return self.most_bytes(self._placed(few, self.rooms[-1]))
-        except ScheduleError:
-            return inf
+    def least_bytes(self, microbatches: int | None = None) -> float:
+        """Return the bytes with fewest resident stages; infinity if the plan is refused.
+
+        Args:
+            microbatches: at most so many, which need no more bytes than all of them.
+        """
+        number = min(self.plan.microbatches, microbatches or self.plan.microbatches)
+        for resident in reversed(self.rooms):
+            with suppress(ScheduleError):  # an overlap of two stages needs both of them
+                return self.most_bytes(self._placed(number, resident))
+        return inf
 
     def _schedule(self, plan: Plan) -> Schedule:
         return self.entry.schedule(plan, self.costs)
@@ -527,16 +536,33 @@ def _is_split(name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _in_flight(name: str, ranks: int, chunks: int, microbatches: int) -> list[int]:
-    """Return how many forwards of stages each rank is ahead of their backwards, at most, in the order of a schedule."""
+def _in_flight(name: str, ranks: int, chunks: int, microbatches: int) -> list[tuple[int, ...]]:
+    """Return how many forwards of stages each rank is ahead of their backwards, at most, in the order of a schedule.
+
+    A rank has a number for each number of its stages, from none to all, that have run a weight gradient.
+
+    >>> _in_flight("1f1b", ranks=4, chunks=1, microbatches=4)  # rank 0 begins a sum when no forward is left
+    [(4, 3), (3, 3), (2, 2), (1, 1)]
+    """
     entry = named(name)
     plan = entry.plan(ranks, microbatches, chunks)
-    schedule, most = entry.schedule(plan), [1] * ranks
     try:
-        for rank in range(ranks):
-            effects = (part for effect in schedule(rank, plan) for part in parts(effect))
-            ahead = accumulate(isinstance(e, Forward) - isinstance(e, Backward | BackwardInput) for e in effects)
-            most[rank] = max(ahead)
+        schedule = entry.schedule(plan)
+        return [_ahead(schedule(rank, plan), len(plan.stages_on(rank))) for rank in range(ranks)]
     except ScheduleError:  # it does not take the plan, and says so again when it is lowered
-        pass
-    return most
+        return [(1, *(0 for _ in plan.stages_on(rank))) for rank in range(ranks)]
+
+
+def _ahead(effects: Iterable[Effect], stages: int) -> tuple[int, ...]:
+    """Return how many forwards a rank is ahead, at most, by the number of its stages that have a sum of gradients.
+
+    They are counted at the ends of effects, as bytes are: the two parts of an overlap end together.
+    """
+    most, ahead, summed = [0] * (stages + 1), 0, set[int]()
+    for effect in effects:
+        for part in parts(effect):
+            ahead += isinstance(part, Forward) - isinstance(part, Backward | BackwardInput)
+            if isinstance(part, Backward | BackwardWeight):
+                summed.add(part.stage)
+        most[len(summed)] = max(most[len(summed)], ahead)
+    return tuple(most)

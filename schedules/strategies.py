@@ -16,9 +16,7 @@ from fpipe._format import format_bytes, number
 from fpipe.errors import ScheduleError
 from fpipe.errors.tracebacks import warn
 from fpipe.programs.footprint import check_limit
-from fpipe.schedules.candidates import Candidate, Job
-from fpipe.schedules.candidates import Degrees as Degrees
-from fpipe.schedules.candidates import Strategy as Strategy
+from fpipe.schedules.candidates import Candidate, Degrees, Job, Strategy
 from fpipe.schedules.catalogue import named
 from fpipe.schedules.machines import MACHINES, Machine
 from fpipe.schedules.shapes import SHAPES, ModelShape
@@ -150,9 +148,17 @@ def _ranked(
 
 
 def _too_small(candidates: Sequence[Candidate], limit: float, tried: int = 16) -> ScheduleError:
-    """Return the error that has the least bytes that were reached, of the candidates that may need least."""
+    """Return the error that has the least bytes that were reached, of the candidates that may need least.
+
+    Few microbatches, which need no more bytes than all, say which of them to try with all.
+    """
     few = sorted(candidates, key=lambda each: each.least)[:tried]
-    nbytes, least = min(((each.least_bytes(), each) for each in few), key=lambda reached: reached[0])
+    nbytes, least = inf, few[0]
+    at_least = ((each.least_bytes(2 * each.plan.ranks), each) for each in few)
+    for lowest, each in sorted(at_least, key=lambda reached: reached[0]):
+        if lowest >= nbytes:
+            break
+        nbytes, least = min((nbytes, least), (each.least_bytes(), each), key=lambda reached: reached[0])
     if nbytes == inf:
         names = sorted({each.entry.name for each in few})
         return ScheduleError(f"{', '.join(names)} take no strategy of this model and these ranks: try other schedules")

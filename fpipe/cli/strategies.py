@@ -11,9 +11,10 @@ import typer
 from fpipe._format import format_bytes, number, percent
 from fpipe.cli.options import CostOptions, ModelOptions, at_least_one, byte_count, link
 from fpipe.cli.output import progress
+from fpipe.schedules.candidates import Strategy
 from fpipe.schedules.machines import MACHINES, Machine
 from fpipe.schedules.shapes import SHAPES, ModelShape
-from fpipe.schedules.strategies import REMAT, ROWS, SCHEDULES, Strategy, strategies
+from fpipe.schedules.strategies import REMAT, ROWS, SCHEDULES, strategies
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,7 +12,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks import models, restart_job, strategies, timed
 from fpipe import Costs
-from fpipe.schedules.strategies import Degrees
+from fpipe.schedules.candidates import Degrees
 from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM
 

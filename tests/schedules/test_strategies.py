@@ -12,12 +12,14 @@ import pytest
 
 import fpipe
 from fpipe import Costs, Link, Placement, Plan, schedules
+from fpipe._format import format_bytes
 from fpipe.effects import Backward, BackwardInput, Forward, Overlap
-from fpipe.schedules.candidates import divided
+from fpipe.schedules.candidates import Degrees, Job, divided
+from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape
-from fpipe.schedules.strategies import Degrees, strategies
+from fpipe.schedules.strategies import strategies
 from tests.support.combinations import thorough
 
 module = import_module("fpipe.schedules.strategies")  # the package has the function by that name
@@ -206,6 +208,46 @@ def test_more_of_each_dimension_needs_less_memory():
         sizes = {"pp": 1, "dp": 1, "tp": 1, "cp": 1}
         assert one(**{**sizes, degree: 2}).bytes < one(**sizes).bytes, degree
     assert one(2, 1, 1, 1, remat=["full"], batch=16).costs.residuals < one(2, 1, 1, 1, batch=16).costs.residuals
+
+
+FIXED = [name for name, each in CATALOGUE.items() if not each.limited and not each.edges and each.slices != 2]
+
+
+@pytest.mark.parametrize("vocabulary", [16, 512])  # sums of the ends that are small, and large, beside residuals
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_no_candidate_needs_fewer_bytes_than_its_least(vocabulary, remat):
+    """Few microbatches are all in flight before there is a sum of gradients."""
+    sizes = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 2, 2), (2, 1, 4), (4, 1, 2), (4, 1, 4), (4, 2, 5), (4, 1, 8)]
+    shape, checked = replace(TINY, layers=8, vocabulary=vocabulary), set()
+    for pp, dp, m in sizes:
+        job = Job(shape, SLOW, pp * dp, m * dp, "float32", False, 1e9)
+        entries = [CATALOGUE[name] for name in FIXED]
+        for candidate in job.candidates(Degrees(pp, dp, 1, 1), 1, remat, entries, (1, 2)):
+            strategy, nbytes = candidate.strategy(1e9), candidate.least_bytes()
+            if strategy is not None:
+                assert strategy.bytes >= nbytes >= candidate.least * (1 - 1e-9), (str(candidate), m)
+                checked.add(candidate.entry.name)
+    assert checked == set(FIXED)
+
+
+def test_what_fits_is_returned():
+    """At most as many microbatches as ranks: no sum of gradients while all are in flight."""
+    options = {"batch": 4, "pp": [4], "rows": [1], "schedules": ["1f1b"], "remat": ["none"]}
+    (strategy,) = strategies(TINY, 4, SLOW, **options)
+    (again,) = strategies(TINY, 4, SLOW, **options, memory_limit_bytes=strategy.bytes)
+    assert again.bytes == strategy.bytes
+    with pytest.raises(fpipe.ScheduleError, match="no strategy keeps to"):
+        strategies(TINY, 4, SLOW, **options, memory_limit_bytes=strategy.bytes - 1)
+
+
+@pytest.mark.parametrize(("schedule", "dp"), [("gpipe", 1), ("dualpipe-v", 2)])
+def test_the_least_bytes_of_an_error_are_reached_with_that_limit(schedule, dp):
+    """GPipe needs more with more microbatches; an overlap of two sharded stages needs both of them whole."""
+    options = {"pp": 2, "dp": dp, "tp": 1, "cp": 1, "schedules": [schedule], "chunks": [1], "batch": 32}
+    strategy = one(**options)
+    with pytest.raises(fpipe.ScheduleError) as error:
+        one(**options, memory_limit_bytes=strategy.bytes - 1)
+    assert f"the least reached is {format_bytes(strategy.bytes)}, of " in str(error.value)
 
 
 SEARCHED = {"batch": 16, "rows": (1, 2), "chunks": (1, 2), "schedules": ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")}
