@@ -251,10 +251,13 @@ class Pieces:
         return self.job.machine.time(flops / (self.degrees.tp * self.degrees.cp), moved, self.job.dtype)
 
     def link(self, source: int, target: int) -> Link:
-        """Return the link between two ranks of a pipeline."""
+        """Return the link between two ranks of a pipeline, of which each is `stride` devices.
+
+        It is the one inside a host where all these devices, from the first of one to the last of the other, are on it.
+        """
         machine, stride = self.job.machine, self.degrees.replicas * self.degrees.tp
-        together = source * stride // machine.on_host == target * stride // machine.on_host
-        return machine.inside if together else machine.between
+        first, last = min(source, target) * stride, (max(source, target) + 1) * stride - 1
+        return machine.inside if first // machine.on_host == last // machine.on_host else machine.between
 
     def links(self) -> Link | dict[tuple[int, int], Link]:
         """Return the links between all ranks of a pipeline; one, if they are alike."""

@@ -5,7 +5,7 @@ Oracles: published parameter counts and formulas, closed forms written out by ha
 
 from dataclasses import replace
 from importlib import import_module
-from itertools import count
+from itertools import count, permutations
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ import fpipe
 from fpipe import Costs, Link, Placement, Plan, schedules
 from fpipe._format import format_bytes
 from fpipe.effects import Backward, BackwardInput, Forward, Overlap
-from fpipe.schedules.candidates import Degrees, Job, divided
+from fpipe.schedules.candidates import Degrees, Job, Pieces, divided
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.schedules.cuts import recut
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
@@ -208,6 +208,17 @@ def test_more_of_each_dimension_needs_less_memory():
         sizes = {"pp": 1, "dp": 1, "tp": 1, "cp": 1}
         assert one(**{**sizes, degree: 2}).bytes < one(**sizes).bytes, degree
     assert one(2, 1, 1, 1, remat=["full"], batch=16).costs.residuals < one(2, 1, 1, 1, batch=16).costs.residuals
+
+
+@pytest.mark.parametrize(("stride", "on_host"), [(1, 2), (2, 4), (3, 8), (2, 3), (8, 4)])
+def test_a_link_is_inside_a_host_where_every_member_of_both_stages_is(stride, on_host):
+    """Of 3 replicas on hosts of 8, ranks 3 to 5 and 6 to 8 send from rank 5 to rank 8, which is on another host."""
+    machine, degrees = replace(SLOW, on_host=on_host), Degrees(pp=4, dp=stride, tp=1, cp=1)
+    pieces = Pieces(Job(TINY, machine, 4 * stride, stride, "float32", False, 1e9), degrees, 1, "none")
+    for source, target in permutations(range(4), 2):
+        pairs = [(source * stride + member, target * stride + member) for member in range(stride)]
+        together = all(one // on_host == other // on_host for one, other in pairs)
+        assert pieces.link(source, target) == (machine.inside if together else machine.between)
 
 
 FIXED = [name for name, each in CATALOGUE.items() if not each.limited and not each.edges and each.slices != 2]
