@@ -71,6 +71,7 @@ def gallery() -> Iterator[str]:
     """Yield a section for each schedule of the catalogue."""
     for entry in schedules.CATALOGUE.values():
         yield from section(entry)
+    yield from waves()
     yield from unnamed()
 
 
@@ -86,7 +87,39 @@ def section(entry: Any) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |"
     yield f"| {links(entry)} | {entry.placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
     if entry.cost:
-        yield f"Cost: `{entry.cost}`{f', where {entry.holds}' if entry.holds else ''}.\n"
+        yield f"Cost: `{entry.cost}`{where(entry.holds)}.\n"
+    if entry.idle:
+        yield f"Idle time of each rank: at most `{entry.idle}`{where(entry.idle_holds)}.\n"
+    if entry.peaks:
+        yield f"Peak in flight of rank r: `{entry.peaks}`{where(entry.peaks_hold)}.\n"
+
+
+def where(condition: str) -> str:
+    """Return the end of a sentence that says where a closed form holds."""
+    return f", where {condition}" if condition else ""
+
+
+def waves() -> Iterator[str]:
+    """Yield the section of a placement in waves, which has no schedule of its own in the catalogue."""
+    schedule, plan, costs = in_waves()
+    timeline = fpipe.simulate(schedule, plan, costs)
+    peaks = ", ".join(f"{peak:g}" for peak in shares(timeline))
+    yield "## Waves\n"
+    yield "`Placement.wave` goes down the ranks and back up, several times, and sends nothing at a turn. It is the"
+    yield "placement of Hanayo ([Liu et al. 2023](https://arxiv.org/abs/2308.15762)). `zb-auto` found this order"
+    yield f"within the memory of 1F1B, {plan.ranks} microbatches. `gpipe` takes this placement too.\n"
+    yield f'<div class="timeline">{timeline._repr_svg_()}</div>\n'
+    yield "| function | placement | peak in flight | of each rank here | bubble here |"
+    yield "| --- | --- | --- | --- | --- |"
+    entry = schedules.CATALOGUE["zb-auto"]
+    yield f"| {links(entry)} | two waves | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
+
+
+def in_waves() -> tuple[Schedule, Plan, Costs]:
+    """Return the order that is drawn on two waves, its stages, and their costs."""
+    plan = Plan(Placement.wave(RANKS, waves=2), MICROBATCHES)
+    costs = of_shares(Costs(), plan)
+    return schedules.zb_auto(plan, costs, memory_limit=RANKS), plan, costs
 
 
 def unnamed() -> Iterator[str]:

@@ -47,6 +47,12 @@ class CatalogueEntry:
         cost: the closed form of a step's time, the longest span of a rank, in these terms, the times F, B, W of a
             rank's share of the model, S = F + B + W, c of a transfer, and the limit k; empty where none is known.
         holds: where it holds; everywhere if empty.
+        peaks: the peak of rank r from 0 to p - 1, as `peak` has the largest; empty where costs or a limit decide, or
+            where `peak` says all.
+        peaks_hold: where they hold; everywhere if empty.
+        idle: a bound from above on each rank's idle time in a step, a late start included, where the cost is no closed
+            form; O is the time of an overlapped forward and backward of a rank's share. Empty where none is known.
+        idle_holds: where it holds.
         by_costs: whether it orders by costs.
         limited: whether it orders by costs and under the memory limit, in microbatches or bytes.
     """
@@ -62,6 +68,10 @@ class CatalogueEntry:
     source: str
     cost: str = ""
     holds: str = ""
+    peaks: str = ""
+    peaks_hold: str = ""
+    idle: str = ""
+    idle_holds: str = ""
     by_costs: bool = False
     limited: bool = False
     slices: int | None = None
@@ -163,6 +173,7 @@ _ENTRIES = (
         "Narayanan et al. 2019",
         "(m + p - 1)*S + (2*(p - 1)*m/p + 2*(p - 2))*c",
         "p divides m, p >= 2",
+        peaks="min(m, p - r)",
     ),
     CatalogueEntry(
         "interleaved-1f1b",
@@ -173,6 +184,8 @@ _ENTRIES = (
         "Narayanan et al. 2021",
         "m*S + (p - 1)*S/v + 2*(p*v - 1)*c",
         "p divides m, p >= 2, m >= 2*p, c <= min(F, B + W)/v",
+        peaks="min(m*v, 2*(p - r - 1) + (v - 1)*p + 1)/v",
+        peaks_hold="p divides m",
     ),
     CatalogueEntry(
         "interleaved-1f1b-overlap",
@@ -183,6 +196,8 @@ _ENTRIES = (
         "Megatron-LM 2025",
         "m*S + (p - 1)*S/v",
         "m >= p, c = 0, and a pair takes as long as its parts",
+        peaks="min(m*v, 2*(p - r - 1) + (v - 1)*p + 2)/v",
+        peaks_hold="p divides m",
     ),
     CatalogueEntry(
         "looped-bfs",
@@ -223,6 +238,7 @@ _ENTRIES = (
         "Sun et al. 2024",
         "m*S + (p - 1)*S/s",
         "c = 0",
+        peaks="min(m*s, p - r - 1 + s)/s",
         slices=2,
     ),
     CatalogueEntry(
@@ -321,6 +337,10 @@ _ENTRIES = (
         "DualPipe repository 2025",
         "m*S + (p - 1)*(F + 2*B - W)/2",
         "F = B >= W, c = 0, m >= 2*p - 1, and a pair takes as long as its parts",
+        peaks="p + 1/2",
+        peaks_hold="m >= 2*p",
+        idle="(p - 1)*(O + B - 2*W)/2",
+        idle_holds="F <= B, W <= B, O >= B + W, c = 0, m >= 2*p - 1",
     ),
     CatalogueEntry(
         "dualpipe",
@@ -331,6 +351,10 @@ _ENTRIES = (
         "DeepSeek-V3 2024",
         "m*S + (p/2 - 1)*(F + 2*B - W)",
         "F = B >= W, c = 0, m >= 2*p - 2, and a pair takes as long as its parts",
+        peaks="p + 1",
+        peaks_hold="m >= 2*p",
+        idle="(p/2 - 1)*(O + B - 2*W)",
+        idle_holds="F <= B, W <= B, O >= B + W, c = 0, m >= 2*p - 2",
     ),
 )
 CATALOGUE = {entry.name: entry for entry in _ENTRIES}
