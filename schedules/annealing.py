@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 from fpipe.costs import ROUNDING
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
+from fpipe.schedules.work import Words
 
 FEW = 100_000  # passes in a round, unless there is time for more
 MOVES = 20  # of each pass, at most, in a round
+REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
 HOT = 0.5  # times the mean time of a pass, by which a cost may rise at first
 MEAN = 0.1  # the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level
@@ -32,45 +34,34 @@ Rows = list[list[int]]  # words of slots, by rank
 Late = tuple[float, float]  # the time of a weight gradient, and the memory that it frees
 
 
-# A forward or an input gradient, in place: time, what more its rank holds after it, its weight gradient, and hops
-# to readers on other ranks (slot, rank, edge, time on it, latency). A plain tuple, since it is unpacked faster.
-Step = tuple[float, float, Late | None, tuple[tuple[int, int, int, float, float], ...]]
+# A forward or an input gradient, in place: rank, time, what more its rank holds after it, its weight gradient, and hops
+# to readers on other ranks (slot, edge, time on it, latency). A plain tuple, since it is unpacked faster.
+Step = tuple[int, float, float, Late | None, tuple[tuple[int, int, float, float], ...]]
 
 
 class State(NamedTuple):
-    """How far each rank has come in its word; lists by rank, but for those by edge or by slot.
+    """How far a play has come; lists by rank, but for those by edge or by slot.
 
     Args:
-        turns: the ranks that may go on.
-        so_far: when each is free, what it holds, and how many of its weight gradients have run.
+        free, holds, run: when each is free, what it holds, and how many of its weight gradients have run.
         spare: for how much longer each may wait.
         late: weight gradients.
         starts: of the passes that have run.
     """
 
-    at: list[int]
-    so_far: list[tuple[float, float, int]]
-    began: list[float]
+    free: list[float]
+    holds: list[float]
+    run: list[int]
     spare: list[float]
-    turns: list[int]
     sent: list[float]
-    missing: list[int]
     ready: list[float]
     starts: list[float]
     late: list[list[Late]]
 
     def copy(self) -> State:
+        free, holds, run, spare, sent, ready, starts, late = self
         return State(
-            self.at[:],
-            self.so_far[:],
-            self.began[:],
-            self.spare[:],
-            self.turns[:],
-            self.sent[:],
-            self.missing[:],
-            self.ready[:],
-            self.starts[:],
-            [late[:] for late in self.late],
+            free[:], holds[:], run[:], spare[:], sent[:], ready[:], starts[:], [weights[:] for weights in late]
         )
 
 
@@ -78,12 +69,14 @@ class Played(NamedTuple):
     """The spans of ranks, when the inputs of passes arrived and the passes started, by slot, and states to go on from.
 
     Args:
-        states: by how many passes are left.
+        order: of all slots, a topological one, nearly that of their starts.
+        states: by how many passes of the order have run; more of them where plays go on.
     """
 
     spans: list[float]
     ready: list[float]
     starts: list[float]
+    order: list[int]
     states: dict[int, State]
 
 
@@ -92,14 +85,15 @@ class Player:
 
     Args:
         tied: by slot, the slots of its rank that it stays before or behind, and its own.
-        sources: by slot, those on other ranks from which it receives.
+        sources, readers: by slot, those on other ranks from which it receives, and to which it sends.
     """
 
     def __init__(self, filling: Filling, target: float) -> None:
         events = [event for each in filling.events for event in each]
         self.filling, self.target, self.rank_of = filling, target, [event.rank for event in events]
         self.limits = [limit * ROUNDED for limit in filling.room.limits]
-        self.tied, self.sources = [{event.slot} for event in events], [list[int]() for _ in events]
+        self.tied = [{event.slot} for event in events]
+        self.sources, self.readers = ([list[int]() for _ in events] for _ in range(2))
         for event in events:
             if event.slot % filling.plan.microbatches:
                 self._tie(event.slot, event.slot - 1)
@@ -108,26 +102,24 @@ class Player:
                     self._tie(event.slot, reader)
                 else:
                     self.sources[reader].append(event.slot)
+                    self.readers[event.slot].append(reader)
         self.steps: list[Step] = [
             (
+                event.rank,
                 event.time,
                 event.grows,
                 event.late and event.late[:2],
-                tuple(
-                    (slot, self.rank_of[slot], edge, wire, last) for slot, edge, wire, last in event.hops if edge >= 0
-                ),
+                tuple(hop for hop in event.hops if hop[1] >= 0),
             )
             for event in events
         ]
         ranks, size = filling.plan.ranks, len(events)
         self.begin = State(
-            at=[0] * ranks,
-            so_far=[(0.0, 0.0, 0)] * ranks,
-            began=[0.0] * ranks,
+            free=[0.0] * ranks,
+            holds=[0.0] * ranks,
+            run=[0] * ranks,
             spare=[target - busy + ROUNDING * target for busy in filling.busy],
-            turns=[*range(ranks)],
-            sent=[0.0] * (1 + max((hop[2] for *_, hops in self.steps for hop in hops), default=0)),
-            missing=[*map(len, self.sources)],
+            sent=[0.0] * (1 + max((edge for *_, hops in self.steps for _, edge, _, _ in hops), default=0)),
             ready=[0.0] * size,
             starts=[0.0] * size,
             late=[[] for _ in range(ranks)],
@@ -145,82 +137,131 @@ class Player:
             rows.append([next(left[at]).slot for at in word])
         return rows
 
+    def words(self, rows: Rows) -> Words:
+        """Return words of slots as words of passes."""
+        return [[slot // self.filling.plan.microbatches for slot in row] for row in rows]
+
     def play(self, rows: Rows) -> Played | None:
         """Play words from the beginning; None if ranks wait for each other or for memory."""
-        return self.resume(rows, len(self.steps), self.begin, -inf, {})
+        sequence = self.filling.sequence(self.words(rows))
+        played = sequence and self.resume(rows, [event.slot for event in sequence], 0, self.begin)
+        return in_order(played, 0, {0: self.begin}) if played else None
 
-    def resume(
-        self, rows: Rows, left: int, state: State, least: float, states: dict[int, State] | None = None
-    ) -> Played | None:
-        """Play words from a state on; None if ranks wait for each other, for memory, or too long.
+    def state(self, rows: Rows, played: Played, most: int) -> tuple[int, State]:
+        """Return how many passes have run, at most so many, and the state then; it stays among those of the play."""
+        order, states, step = played.order, played.states, max(1, len(played.order) // STATES)
+        done = max(n for n in states if n <= most)
+        while done + step <= most:
+            state = self._run(rows, order[done : done + step], states[done])
+            assert state is not None
+            done += step
+            states[done] = state
+        return done, states[done]
+
+    def resume(self, rows: Rows, order: list[int], done: int, state: State, least: float = -inf) -> Played | None:
+        """Play words from a state on; None if ranks wait for memory, or too long.
 
         Args:
-            left: the passes that have not run.
+            order: a topological one of all slots.
+            done: the passes that have run.
             least: what is spare of a rank's waits at the end; negative where the target is exceeded.
-            states: to which those of this play are added.
         """
-        at, so_far, began, spare, turns, sent, missing, ready, starts, late = state = state.copy()
-        steps, limits, every = self.steps, self.limits, max(1, len(self.steps) // STATES)
-        mark = left if states is not None else -1
-        while turns:
-            if states is not None and left <= mark:
-                states[left], mark = state.copy(), left - every
-            rank = turns.pop()
-            first, limit, queue = at[rank], limits[rank], late[rank]
-            now, holds, run = so_far[rank]
-            n = first
-            for slot in rows[rank][first:]:
-                if missing[slot]:
-                    break
-                time, grows, weight, hops = steps[slot]
-                while holds + grows > limit:
-                    if run == len(queue):
+        last = self._run(rows, order[done:], state, least)
+        if last is None:
+            return None
+        spans = [
+            free + sum([took for took, _ in weights[run:]]) - last.starts[row[0]]
+            for free, run, weights, row in zip(last.free, last.run, last.late, rows, strict=True)
+        ]
+        return Played(spans, last.ready, last.starts, order, {})
+
+    def _run(self, rows: Rows, slots: list[int], state: State, least: float = -inf) -> State | None:
+        """Run slots, and return the state behind them; None if ranks wait for memory, or too long."""
+        free, holds, run, spare, sent, ready, starts, late = state = state.copy()
+        steps, limits, heads = self.steps, self.limits, {row[0] for row in rows}
+        for slot in slots:
+            rank, time, grows, weight, hops = steps[slot]
+            now, held, due = free[rank], holds[rank] + grows, ready[slot]
+            if held > limits[rank]:
+                queue, n = late[rank], run[rank]
+                while held > limits[rank]:
+                    if n == len(queue):
                         return None
-                    took, freed = queue[run]
-                    run += 1
+                    took, freed = queue[n]
+                    n += 1
                     now += took
-                    holds -= freed
-                due = ready[slot]
-                if not n:
-                    now = began[rank] = due
-                elif now < due:
-                    while run < len(queue) and now < due:
-                        took, freed = queue[run]
+                    held -= freed
+                run[rank] = n
+            if now < due:
+                if slot in heads:
+                    now = due
+                else:
+                    queue, n = late[rank], run[rank]
+                    while n < len(queue) and now < due:
+                        took, freed = queue[n]
                         if now + took > due * ROUNDED and due - now <= spare[rank]:
                             break
-                        run += 1
+                        n += 1
                         now += took
-                        holds -= freed
+                        held -= freed
+                    run[rank] = n
                     if now < due:
                         spare[rank] -= due - now
                         if spare[rank] < least:
                             return None
                         now = due
-                n += 1
-                starts[slot] = now
-                now += time
-                holds += grows
-                if weight:
-                    queue.append(weight)
-                for reader, other, edge, wire, latency in hops:
-                    sent[edge] = leaves = max(now, sent[edge]) + wire
-                    arrival = leaves + latency
-                    if arrival > ready[reader]:
-                        ready[reader] = arrival
-                    missing[reader] = lacks = missing[reader] - 1
-                    if not lacks and not missing[rows[other][at[other]]]:
-                        turns.append(other)
-            left -= n - first
-            at[rank], so_far[rank] = n, (now, holds, run)
-        if left:
-            return None
-        ends = [
-            now + sum([took for took, _ in weights[run:]]) for (now, _, run), weights in zip(so_far, late, strict=True)
-        ]
-        return Played([end - start for end, start in zip(ends, began, strict=True)], ready, starts, states or {})
+            starts[slot] = now
+            free[rank] = now = now + time
+            holds[rank] = held
+            if weight:
+                late[rank].append(weight)
+            for reader, edge, wire, latency in hops:
+                leaves = sent[edge]
+                if leaves < now:
+                    leaves = now
+                sent[edge] = leaves = leaves + wire
+                arrival = leaves + latency
+                if arrival > ready[reader]:
+                    ready[reader] = arrival
+        return state
+
+    def reordered(
+        self, order: list[int], slot: int, passed: Sequence[int], is_later: bool
+    ) -> tuple[list[int], int] | None:
+        """Return a topological order after a move, and up to where it is the same; None if ranks wait for each other.
+
+        What depends on the moved pass stays behind it, or what it depends on before it; all else stays in its order
+        (Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", JEA 11, 2006).
+
+        Args:
+            order: before the move.
+            passed: the slots of its rank that the pass moves behind, if it `is_later`, or before.
+        """
+        first, last = sorted((order.index(slot), order.index(passed[-1 if is_later else 0])))
+        span, neighbours = order[first : last + 1], self.sources if is_later else self.readers
+        if not is_later:
+            span.reverse()
+        rank_of, kept, moved, ranks = self.rank_of, list[int](), [slot], set[int]()
+        for each in span[1:]:
+            rank = rank_of[each]
+            if rank not in ranks and all(other not in moved for other in neighbours[each]):
+                kept.append(each)
+            elif rank == rank_of[slot]:
+                return None
+            else:
+                moved.append(each)
+                ranks.add(rank)
+        between = kept + moved
+        return order[:first] + (between if is_later else between[::-1]) + order[last + 1 :], first
 
 
-def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 1, played: int = FEW) -> Filled:
+def in_order(played: Played, done: int, states: dict[int, State]) -> Played:
+    """Return a play in the order of its starts, which may differ after so many passes, with states before."""
+    order = played.order[:done] + sorted(played.order[done:], key=played.starts.__getitem__)
+    return played._replace(order=order, states={n: state for n, state in states.items() if n <= done})
+
+
+def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 2, played: int = FEW) -> Filled:
     """Return the fastest filled words that annealing of their forwards and input gradients finds.
 
     Each round begins with the best words so far, and waits are filled up to spans from the bound to theirs in turn.
@@ -240,8 +281,7 @@ def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 1, pl
         round_ = _Round(player, rows, play, rng)
         round_.run(bound, min(played, MOVES * len(player.steps) ** 2))
         if round_.least < best.cost * (1 - ROUNDING):
-            words = [[slot // filling.plan.microbatches for slot in row] for row in round_.best]
-            best = min(best, filling.fill(words, player.target), key=lambda each: each.cost)
+            best = min(best, filling.fill(player.words(round_.best), player.target), key=lambda each: each.cost)
     return best
 
 
@@ -277,31 +317,29 @@ class _Round:
         b = a + rng.choice(AWAY)
         passed = row[a + 1 : b + 1] if b > a else row[max(0, b) : a]
         if not 0 <= b < len(row) or not self.player.tied[slot].isdisjoint(passed):
-            return 1
+            return REFUSED
+        if (moved := self.player.reordered(self.played.order, slot, passed, b > a)) is None:
+            return REFUSED
+        order, same = moved
+        done, state = self.player.state(self.rows, self.played, same)
         most = self.value * ROUNDED - temperature * log(1 - random())
-        left, state = next(
-            (left, state) for left, state in reversed(self.played.states.items()) if state.at[rank] <= min(a, b)
-        )
-        moved = row.copy()
-        moved.insert(b, moved.pop(a))
-        self.rows[rank] = moved
         least = self.player.target - (most - MEAN * self.busy)
-        played = self.player.resume(self.rows, left, state, least)
+        self.rows[rank] = [*row]
+        self.rows[rank].insert(b, self.rows[rank].pop(a))
+        played = self.player.resume(self.rows, order, done, state, least)
         if played is None or _value(played.spans) > most:
             self.rows[rank] = row
-            return left
-        states = {n: kept for n, kept in self.played.states.items() if n > left}
-        played = self.player.resume(self.rows, left, state, -inf, states)
-        assert played is not None
-        self.played, self.value, self.path = played, _value(played.spans), self._critical()
+            return self.size - done
+        self.played = in_order(played, done, self.played.states)
+        self.value, self.path = _value(played.spans), self._critical()
         if max(played.spans) < self.least * (1 - ROUNDING):
             self.best, self.least = [*self.rows], max(played.spans)
-        return 2 * left
+        return 2 * (self.size - done)
 
     def _critical(self) -> list[int]:
         """Return the passes on a critical path: each starts when the one before ends, or its result arrives."""
         places = {slot: n for row in self.rows for n, slot in enumerate(row)}
-        spans, ready, starts, _ = self.played
+        spans, ready, starts, *_ = self.played
         longest = max(spans)
         row = self.rows[self.rng.choice([rank for rank, span in enumerate(spans) if span == longest])]
         path, n = list[int](), len(row) - 1

@@ -36,7 +36,7 @@ LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
 FINALISTS = 4
-ROUNDS, PLAYED = 2, 800_000  # of annealing, at about half a microsecond for each pass that is played
+ROUNDS, PLAYED = 3, 500_000  # of annealing, at about a microsecond for each pass that is played
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import lower_bound, v_auto, zb_auto
-from fpipe.schedules.annealing import Player, annealed
+from fpipe.schedules.annealing import Player, annealed, in_order
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
 from fpipe.schedules.squeezing import Squeezing
@@ -204,23 +204,32 @@ def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, sl
     for _ in range(20):
         rank = rng.randrange(plan.ranks)
         word, place = [*words[rank]], rng.randrange(len(words[rank]))
-        other = min(len(word) - 1, place + rng.choice((1, 2, 3)))
-        slots = rows[rank][place + 1 : other + 1]
-        if not player.tied[rows[rank][place]].isdisjoint(slots):
+        other = place + rng.choice((-3, -2, -1, 1, 2, 3))
+        if not 0 <= other < len(word):
+            continue
+        slot, is_later = rows[rank][place], other > place
+        passed = rows[rank][place + 1 : other + 1] if is_later else rows[rank][other:place]
+        if not player.tied[slot].isdisjoint(passed):
             continue
         word.insert(other, word.pop(place))
         moved = [*words[:rank], word, *words[rank + 1 :]]
-        sequence = filling.sequence(moved)
-        cost = filling.cost(sequence, target) if sequence else float("inf")
-        left, state = next((n, each) for n, each in reversed(played.states.items()) if each.at[rank] <= place)
-        states = {n: each for n, each in played.states.items() if n > left}
-        resumed = player.resume(player.rows(moved), left, state, -float("inf"), states)
-        assert (max(resumed.spans) if resumed else float("inf")) == cost
+        cost, _ = filling.best(moved, [target])
+        reordered = player.reordered(played.order, slot, passed, is_later)
+        assert (reordered is None) == (filling.sequence(moved) is None)
+        if reordered is None:
+            continue
+        (order, same), rows_moved = reordered, player.rows(moved)
+        assert sorted(order) == [*range(len(order))]
+        assert order[:same] == played.order[:same]
+        done, state = player.state(rows, played, same)
+        assert done <= same
+        resumed = player.resume(rows_moved, order, done, state)
+        assert (max(resumed.spans) if resumed else inf) == cost
         if resumed:
             over = max(resumed.spans) - target
-            most = player.resume(player.rows(moved), left, state, -over * (1 - 1e-6) + 1e-6)
+            most = player.resume(rows_moved, order, done, state, -over * (1 - 1e-6) + 1e-6)
             assert most is None or max(most.spans) == cost
-            words, rows, played = moved, player.rows(moved), resumed
+            words, rows, played = moved, rows_moved, in_order(resumed, done, played.states)
 
 
 @pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86)])
