@@ -10,7 +10,7 @@
   several blocks.
 - `timed4`, `timed8`: four and eight ranks whose pieces sleep for the costs of such layers, in milliseconds.
 - `profiled4`: four ranks whose pieces sleep for the profile of a model, in proportion, with its bytes:
-  `benchmarks/unlike_layers.json`.
+  `benchmarks/unlike_layers.json`. `drawn` is the layout of the gallery, which was found without the host's time.
 - `moved4`: four ranks whose pieces sleep and keep residuals, by 1F1B, and by 1F1B in less memory than it needs: what
   has no room is moved to the host, or recomputed. The most live bytes of a rank are measured, too, beside
   `verify(costs=).peak_bytes`.
@@ -71,6 +71,7 @@ MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "moved4": (5,) * 8,
 }
 PROFILE = pathlib.Path(__file__).with_name("unlike_layers.json")
+DRAWN = Partition(Placement([0, 1, 2, 1, 0, 3]), (3, 2, 4, 2, 1, 2))  # of `PROFILE`, in docs/gallery.md
 WORK = 0.48  # seconds that all pieces of `profiled4` sleep for a microbatch
 SIDE, WIDE = 32, 2**18  # of an activation of timed stages, and of those that keep residuals
 LIMIT = 0.7  # of the bytes of 1F1B, in which `moved4` has to do
@@ -229,8 +230,10 @@ def grouped(
     return Found(name, schedule, placed, of_stages, line, bound, footprint=account, layers=layers, offload=offload)
 
 
-def layouts(plan: Plan, costs: Costs, room: float = 1.0, host: float = 0.0) -> dict[str, Found]:
-    """Return the layouts that are compared; `room` is the memory over that of the guides."""
+def layouts(
+    plan: Plan, costs: Costs, room: float = 1.0, host: float = 0.0, drawn: Partition | None = None
+) -> dict[str, Found]:
+    """Return the layouts that are compared, and one that is drawn; `room` is the memory over that of the guides."""
     chosen = {}
     for way, name in GUIDES.items():
         placement = CATALOGUE[name].plan(plan.ranks, plan.microbatches).placement
@@ -240,6 +243,8 @@ def layouts(plan: Plan, costs: Costs, room: float = 1.0, host: float = 0.0) -> d
     for way, names in {"published": PUBLISHED, "found": None}.items():
         partition, name, *how = predictions.on_first(partial(searched, plan, costs, limit, host, names))
         chosen[way] = grouped(name, partition, plan, costs, host, *how)
+    if drawn is not None:
+        chosen["drawn"] = grouped("zb-auto", drawn, plan, costs, host, limit)
     return chosen
 
 
@@ -309,7 +314,7 @@ class Process:
         host = self.host.seconds(models.REPEATS)
         if self.table == "moved4":
             return limited(plan, costs, host)
-        return layouts(plan, costs, ROOM.get(self.table, 1.25), host)
+        return layouts(plan, costs, ROOM.get(self.table, 1.25), host, DRAWN if self.table == "profiled4" else None)
 
     def profile(self, cuts: Sequence[int], repeats: int) -> Costs:
         """Return the costs of stages; `cuts` are the layers with which they begin, but for the first."""
