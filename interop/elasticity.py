@@ -133,7 +133,7 @@ def elastic(
     ...     print(elastic(pipeline, 8, handler=handlers.Local(), ranks=ranks).text)
     4 ranks: zb-h1 on Placement((0, 1, 2, 3)), a step takes 27 forwards of a stage, bubble 11.1%
     3 ranks: zb-auto on Placement((0, 1, 2, 0)), a step takes 48 forwards of a stage, bubble 0.0%
-    2 ranks: zb-auto on Placement((0, 1, 1, 0)), a step takes 48 forwards of a stage, bubble 0.0%
+    2 ranks: zb-v on Placement((0, 1, 1, 0)), a step takes 48 forwards of a stage, bubble 0.0%
     """
     for name, value in (("microbatches", microbatches), ("ranks", ranks), ("replicas", replicas)):
         if value is not None and value < 1:
