@@ -171,7 +171,7 @@ class Layers:
 
 
 def squares(y: Tensor, t: Tensor) -> Tensor:
-    """Return the mean square error; torch's own returns a number in memory as large as `y`, which a step keeps."""
+    """Return the mean square error; torch's own returns a number in memory as large as `y`."""
     return (y - t).square().mean()
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks in several processes predict of a step, and how they compare it with the steps that they measure.
+"""Predictions of steps for benchmarks in several processes, and comparisons of them with measured steps.
 
 A prediction is `simulate` with costs of `fpipe.profile`, with the time of the host for a piece (`Host`) in that of each
 piece (`with_host`), and with a measured link (`ping`). Where pieces compute, the speed of the machine changes by more

@@ -40,7 +40,7 @@ Step = tuple[int, float, float, Late | None, tuple[tuple[int, int, float, float]
 
 
 class State(NamedTuple):
-    """How far a play has come; lists by rank, but for those by edge or by slot.
+    """The state of a play; lists by rank, but for those by edge or by slot.
 
     Args:
         free, holds, run: when each is free, what it holds, and how many of its weight gradients have run.

@@ -1,4 +1,4 @@
-"""What is searched: schedules of the catalogue, each with several placements of one model. No torch.
+"""The candidates of a search: schedules of the catalogue, each with several placements of one model. No torch.
 
 The costs are those of the plan's own stages. The same model is compared in three ways: split evenly into another number
 of stages (`recut`), as the stages are, or in stages that are made of neighbouring ones, which are then layers

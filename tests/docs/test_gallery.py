@@ -6,6 +6,7 @@ from contextlib import suppress
 import pytest
 
 import fpipe
+from benchmarks import partitions
 from docs import generated
 from fpipe import Costs, ScheduleError
 from fpipe.schedules import CATALOGUE, search
@@ -108,6 +109,7 @@ def test_no_named_schedule_on_any_cut_is_as_fast_as_the_layout_without_a_name():
     assert min(filter(None, others.values())) == others["dualpipe"] > 1.02 * cost
     assert [others[name] for name in ("zb-v", "v-half", "v-min", "dualpipe-v")] == [None] * 4  # no cut of a V is even
     assert "0.2784 s" in "\n".join(generated.unnamed())
+    assert partitions.DRAWN == generated.FOUND  # it is measured too
 
 
 @thorough
