@@ -65,15 +65,14 @@ def job(
         gradients = [run() for run in (steps[name, way] for way in WAYS)]
         for other in gradients[1:]:
             torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=0)
-    link = predictions.ping(rank, timed.data(1)[0])
+    link = predictions.ping(rank)
     host = predictions.Host(handler, ranks, link, timed.brief)
     plans = {key: ordered(*key, ranks, trained, models.LAYERS // ranks * layer) for key in keys}
     costs = {key: replace(profile(plans[key][1], trained, layer, handler), communication=link) for key in keys}
 
-    def predict() -> dict[tuple[str, str], float]:
-        seconds = host.seconds()
-        with_host = {key: predictions.with_host(costs[key], plan, seconds) for key, (_, plan) in plans.items()}
-        return {key: fpipe.simulate(*plans[key], with_host[key]).makespan for key in keys}
+    def predict(key: tuple[str, str]) -> float:
+        schedule, plan = plans[key]
+        return fpipe.simulate(schedule, plan, predictions.with_host(costs[key], plan, host.seconds())).makespan
 
     results = predictions.compare(steps, predict, rounds)
     first = results[keys[0]]

@@ -22,7 +22,7 @@ With `--prompt-slices` the ranks run prompts in so many slices, one process whol
 calls; `measured_over_predicted` is the median of the rounds' quotients. In each round all processes record the program
 in one process, at the same time and each by itself, so that they share caches and memory as the ranks do; the times of
 a prefill and of a decode of a stage are those of its rank, in processor time of the thread. The link is measured
-(`benchmarks.predictions.ping`), with messages of the hidden states of one token. The host's time for a piece is what a
+(`benchmarks.predictions.ping`); a message has the hidden states of one token. The host's time for a piece is what a
 call with stages that do nothing takes beyond such a prediction, over the pieces that run one after another.
 """
 
@@ -185,7 +185,7 @@ def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Settin
     by_ranks, alone = generation(handlers.Distributed()), generation(handlers.Local(), setting._replace(slices=1))
     profiled = alone if setting.slices == 1 else generation(handlers.Local())
     hidden = torch.ones(PROMPTS // setting.microbatches, 1, setting.width)
-    link = predictions.ping(dist.get_rank(), hidden)
+    link = predictions.ping(dist.get_rank())
     link = Link(link.latency + hidden.nbytes / link.bandwidth)
     idle = Idle(prompts, ranks, setting, link)
     ways = [by_ranks.call, alone.call, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]

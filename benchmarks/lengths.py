@@ -13,9 +13,9 @@ ms on average and rank.
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile` for the average length, times
 `Costs(scale=)`, the host's time for a piece, and a measured link. The scale is interpolated between profiles of the
 shortest, the average and the longest length, because a part of a piece's time, the host's above all, is the same for
-every length. The work is that of the busiest rank, predicted. All are medians of rounds, each of which profiles anew;
-`ratio` is the median of the rounds' ratios. Steps are measured from a barrier to a barrier; the first call of a step,
-which traces every length, is not counted.
+every length; each step has profiles of its own, right before it. The work is that of the busiest rank, predicted. All
+are medians of rounds; `ratio` is the median of the rounds' ratios. Steps are measured from a barrier to a barrier; the
+first call of a step, which traces every length, is not counted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def job(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of each schedule, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    link = predictions.ping(rank, data(kind, LENGTH)[0])
+    link = predictions.ping(rank)
     host = predictions.Host(handler, ranks, link, timed.brief if kind == "timed" else predictions.idle)
     for name in names:
         yield of_schedule(name, kind, sigmas, rounds, handler, link, host)
@@ -108,15 +108,13 @@ def of_schedule(
         costs = fpipe.profile(pipeline, params, *each, repeats=predictions.REPEATS, **options)
         return predictions.with_host(replace(costs, communication=link), plan, seconds)
 
-    def predict() -> dict[tuple[float, str], float]:
-        seconds, predicted = host.seconds(), {}
+    def predict(case: tuple[float, str]) -> float:
+        seconds, each = host.seconds(), lengths[case]
         profiles = {length: profile(length, seconds) for length in sorted({min(every), LENGTH, max(every)})}
-        for case, each in lengths.items():
-            factors = {"scale": scales(profiles, each), "sizes": [length / LENGTH for length in each]}
-            timeline = fpipe.simulate(schedule, plan, replace(profiles[LENGTH], **factors))
-            predicted[case] = timeline.makespan
-            work[case].append(1e3 * max(timeline.busy))
-        return predicted
+        factors = {"scale": scales(profiles, each), "sizes": [length / LENGTH for length in each]}
+        timeline = fpipe.simulate(schedule, plan, replace(profiles[LENGTH], **factors))
+        work[case].append(1e3 * max(timeline.busy))
+        return timeline.makespan
 
     return [
         {"stages": kind, "ranks": plan.ranks, "schedule": name, "sigma": case[0], "order": case[1]}

@@ -16,10 +16,10 @@ The schedule is GPipe, with 16 microbatches on four ranks and with 8 on two. The
 - recompute: likewise with `slower=0.1, recompute=True`, for a link to the host of no use.
 
 On the CPU a copy to the host is one into memory outside of torch's allocator, by a thread beside the rank's.
-Predictions (`benchmarks.predictions`) are `simulate` and `verify(...).peak_bytes` with costs of `fpipe.profile`, those
-of each round where stages compute, the host's time for a piece, and a measured link between ranks. Bytes are those of
-the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn; times are medians of
-the rounds, `ratio` is measured over predicted, and `over_plain` over the plain step, as medians of the rounds' with
+Predictions (`benchmarks.predictions`) are `simulate` and `verify(...).peak_bytes` with costs of `fpipe.profile`, right
+before each step where stages compute, the host's time for a piece, and a measured link between ranks. Bytes are those
+of the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn; times are medians
+of the rounds, `ratio` is measured over predicted, and `over_plain` over the plain step, as medians of the rounds' with
 quartiles. Before anything is timed, the gradients of all ways are compared in bits.
 """
 
@@ -102,7 +102,7 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     one = len(batch) // microbatches
     options: dict[str, Any] = {"autodiff": "graph", "handler": handler}
-    link = predictions.ping(rank, batch[:one])
+    link = predictions.ping(rank)
     host = predictions.Host(handler, ranks, link, timed.brief if name == "timed" else predictions.idle)
 
     def profile(repeats: int) -> Costs:
@@ -117,10 +117,10 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     compare([step() for step in steps.values()])
     peaks = {way: peak(make(offload=ways[way], observe=live[way]), live[way], own, batch, target) for way in WAYS}
 
-    def predict() -> dict[str, float]:
+    def predict(way: str) -> float:
         now = costs if name == "timed" else profile(predictions.REPEATS)
         now = predictions.with_host(now, plan, host.seconds())
-        return {way: fpipe.simulate(schedule, plan, now, offload=ways[way]).makespan for way in WAYS}
+        return fpipe.simulate(schedule, plan, now, offload=ways[way]).makespan
 
     results = predictions.compare(steps, predict, rounds)
     yield [row(name, way, plan, costs, ways[way], peaks[way], results) for way in WAYS]

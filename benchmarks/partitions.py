@@ -25,10 +25,10 @@ that the larger of the first two takes, with a quarter more where they are measu
 
 Measured is the period of a loop of `train_step` without barriers, because the search makes that least. A layout is
 chosen once, by the costs of the layers, from `fpipe.profile` or the times that they sleep. Its prediction
-(`benchmarks.predictions`) is the period by `simulate`, with a profile of its stages, of each round in `real`, the time
-of the host for a piece, and a measured link. Times are medians of rounds in which all layouts take turns; `over` is
-that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `simulated` has the cost, which is
-the least that a period can be. `bound` is what no layout of the layers costs less than.
+(`benchmarks.predictions`) is the period by `simulate`, with a profile of its stages, in `real` right before each loop,
+the time of the host for a piece, and a measured link. Times are medians of rounds in which all layouts take turns;
+`over` is that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `simulated` has the
+cost, which is the least that a period can be. `bound` is what no layout of the layers costs less than.
 """
 
 from __future__ import annotations
@@ -299,8 +299,7 @@ class Process:
         self.table, self.layers, self.is_timed = table, Layers(table), table != "real"
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
-        shape = (2, CONTEXT, WIDTH) if table == "real" else (1, WIDE if self.layers.keeps_residuals else SIDE)
-        link = predictions.ping(rank, torch.ones(shape))
+        link = predictions.ping(rank)
         stage = timed.brief if self.is_timed else predictions.idle
         self.host = predictions.Host(self.handler, ranks, link, stage)
         # The outputs of the file of `profiled4` do not travel.
@@ -324,17 +323,16 @@ class Process:
         costs = fpipe.profile(*self.layers.pipeline(cuts), *self.layers.data(count), **options)
         return replace(costs, communication=self.link)
 
-    def predictor(self, chosen: dict[str, Found]) -> Callable[[], dict[str, float]]:
-        """Return a function that returns the seconds of each layout, as the machine is when it is called."""
+    def predictor(self, chosen: dict[str, Found]) -> Callable[[str], float]:
+        """Return a function that returns the seconds of a layout, as the machine is when it is called."""
 
-        def profiles() -> dict[str, Costs]:
-            return {way: self.profile(found.cuts, predictions.REPEATS) for way, found in chosen.items()}
+        def profile(way: str) -> Costs:
+            return self.profile(chosen[way].cuts, predictions.REPEATS)
 
-        first = profiles() if self.is_timed else {}
+        first = {way: profile(way) for way in chosen} if self.is_timed else {}
 
-        def predict() -> dict[str, float]:
-            host, costs = self.host.seconds(), first or profiles()
-            return {way: period(found, costs[way], host) for way, found in chosen.items()}
+        def predict(way: str) -> float:
+            return period(chosen[way], first[way] if self.is_timed else profile(way), self.host.seconds())
 
         return predict
 

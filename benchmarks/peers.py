@@ -12,8 +12,8 @@ steps between barriers, after an uncounted step. Every step allocates new gradie
 last ones, and torch's `.grad` are set to None. Times are medians of the rounds, and ratios medians of the rounds'
 ratios, with quartiles. The garbage collector runs only between the blocks.
 
-Where ranks do not exceed cores, a step of fpipe's is also predicted (`benchmarks.predictions`), in each round: the time
-of a block's simulated steps, by a profile of its stages, the host's time for a piece, and a measured link.
+Where ranks do not exceed cores, a step of fpipe's is also predicted (`benchmarks.predictions`), before each block: the
+time of the block's simulated steps, by a profile of its stages, the host's time for a piece, and a measured link.
 `predicted_ratio` is fpipe's measured time over that.
 
 The limit is one process's time for the same microbatches without a pipeline, by eager autograd or by fpipe's graphs,
@@ -168,21 +168,21 @@ def measure(
     ways: Mapping[str, Call],
     steps: int,
     rounds: int,
-    predict: Callable[[], Mapping[str, float]] = dict,
+    predict: Callable[[str], float] | None = None,
 ) -> Times:
     """Return milliseconds per step of every round, by schedule and way; `ways` run on rank 0 while the others wait.
 
     Args:
-        predict: returns the predicted milliseconds of fpipe's steps.
+        predict: returns the predicted milliseconds of fpipe's step of a schedule.
     """
     times: Times = defaultdict(list)
     gc.collect()
     gc.freeze()
     gc.disable()
     for i in range(rounds):
-        for name, predicted in predict().items():
-            times[name, "predicted"].append(predicted)
         for name, both in pairs.items():
+            if predict:
+                times[name, "predicted"].append(predict(name))
             turns = [("fpipe", both.fpipe), ("peer", both.peer)]
             for who, step in turns[:: 1 if i % 2 else -1]:
                 times[name, who].append(block(step, steps, dist.barrier))
@@ -208,7 +208,7 @@ def job(
         peaks = {name: memory(both, ranks) for name, both in pairs.items()}
         ways = alone(layers, width) if rank == 0 else {}
         count = steps or max(1, models.WIDTHS[-1] // width)
-        predict = predictor(names, ranks, width, layers, handler, count) if ranks <= models.cores() else dict
+        predict = predictor(ranks, width, layers, handler, count) if ranks <= models.cores() else None
         times = measure(pairs, ways, count, rounds, predict)
         if rank == 0:
             yield [row(name, ranks, width, times) | peaks[name] for name in names]
@@ -217,28 +217,24 @@ def job(
 
 
 def predictor(
-    names: Sequence[str], ranks: int, width: int, layers: list[nn.Module], handler: handlers.Distributed, steps: int
-) -> Callable[[], dict[str, float]]:
+    ranks: int, width: int, layers: list[nn.Module], handler: handlers.Distributed, steps: int
+) -> Callable[[str], float]:
     """Return a function that returns the milliseconds of a step of each schedule in a block of `steps`."""
     rows = slice(models.ROWS * models.PROFILED)
     batch, target = (x[rows] for x in models.data(width))
-    link = predictions.ping(handler.rank, batch[: models.ROWS])
+    link = predictions.ping(handler.rank)
     host = predictions.Host(handler, ranks, link)
-    plans = {name: CATALOGUE[name].plan(ranks, models.MICROBATCHES) for name in names}
 
     def profile(stages: int) -> fpipe.Costs:
         pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)
         options: dict[str, Any] = {"microbatches": models.PROFILED, "repeats": predictions.REPEATS, "handler": handler}
         return replace(fpipe.profile(pipeline, params, batch, target, **options), communication=link)
 
-    def predict() -> dict[str, float]:
-        seconds, milliseconds = host.seconds(), {}
-        costs = {stages: profile(stages) for stages in sorted({plan.stages for plan in plans.values()})}
-        for name, plan in plans.items():
-            with_host = predictions.with_host(costs[plan.stages], plan, seconds)
-            timeline = fpipe.simulate(CATALOGUE[name].schedule(plan), plan, with_host, steps=steps)
-            milliseconds[name] = 1e3 * timeline.makespan / steps
-        return milliseconds
+    def predict(name: str) -> float:
+        plan = CATALOGUE[name].plan(ranks, models.MICROBATCHES)
+        with_host = predictions.with_host(profile(plan.stages), plan, host.seconds())
+        timeline = fpipe.simulate(CATALOGUE[name].schedule(plan), plan, with_host, steps=steps)
+        return 1e3 * timeline.makespan / steps
 
     return predict
 

@@ -21,7 +21,7 @@ An object has, in milliseconds:
 - norm_ms, late_ms: likewise with `max_norm`, without and with post-validation, where no gradients are clipped.
 - clipped_ms: with post-validation where those of every step are clipped: each rank waits.
 - barrier_predicted_ms, free_predicted_ms: the makespan of one simulated step, and the period of as many, by costs of
-  `fpipe.profile`, those of each round where stages compute, the host's time for a piece, and a measured link
+  `fpipe.profile`, right before each loop where stages compute, the host's time for a piece, and a measured link
   (`benchmarks.predictions`).
 - norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
   copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
@@ -96,7 +96,7 @@ def job(
     microbatches = len(batch) if kind == "timed" else models.MICROBATCHES
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     rows = len(batch) // microbatches
-    link = predictions.ping(rank, torch.ones_like(batch[:rows]))
+    link = predictions.ping(rank)
     host = predictions.Host(handler, ranks, link, timed.brief if kind == "timed" else predictions.idle)
     count = 1 if kind == "timed" else models.PROFILED
 
@@ -123,17 +123,12 @@ def job(
         own = pipeline.params_on(params, plan, rank)
         each = {way: Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
         extra = {way: max(handler.peers.gather(seconds(own, way), "costs")) for way in OPTIONS}
-        predict = partial(predicted, costs, plan, extra, schedule, steps)
-        results = predictions.compare(loops(each, steps), predict, rounds, measure=lambda loop: loop())
+
+        def predicted(way: str, schedule: Schedule = schedule, extra: Mapping[str, float] = extra) -> float:
+            return predict(way, plan, costs(), extra.get(way, 0.0), schedule, steps)
+
+        results = predictions.compare(loops(each, steps), predicted, rounds, measure=lambda loop: loop())
         yield [row(kind, name, plan, results, steps)]
-
-
-def predicted(
-    costs: Callable[[], Costs], plan: Plan, extra: Mapping[str, float], schedule: Schedule, steps: int
-) -> dict[str, float]:
-    """Return the seconds of a step in each loop, by new costs."""
-    now = costs()
-    return {way: predict(way, plan, now, extra.get(way, 0.0), schedule, steps) for way in ("barrier", *OPTIONS)}
 
 
 def loops(each: Mapping[str, Loop], steps: int) -> dict[str, Callable[[], float]]:

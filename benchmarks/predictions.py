@@ -2,8 +2,8 @@
 
 A prediction is `simulate` with costs of `fpipe.profile`, with the time of the host for a piece (`Host`) in that of each
 piece (`with_host`), and with a measured link (`ping`). Where pieces compute, the speed of the machine changes by more
-than a prediction may be off, so each round profiles anew, next to its steps (`compare`). A ratio is measured over
-predicted.
+than a prediction may be off, for seconds at a time, so each measured step has a profile of its own, right before it
+(`compare`). A ratio is measured over predicted.
 """
 
 from __future__ import annotations
@@ -28,29 +28,45 @@ from fpipe.schedules.grouping import Grouping
 T = TypeVar("T")
 Key = TypeVar("Key")
 PINGS = 200  # messages there and back
+EXCHANGES, LARGE = 10, 16 << 20  # large messages, and the bytes of each
 MICROBATCHES, SIDE = 32, 32  # of the steps that show the host's time, and of their activations
-REPEATS = 2  # steps of a profile that each round takes
+REPEATS = 2  # steps of a profile that each prediction takes
 SEARCH = 600  # seconds that processes wait for the one that searches
 
 
-def ping(rank: int, value: Tensor) -> Link:
-    """Measure half of a round trip of a message between ranks 0 and 1, empty and as large as an activation."""
+def ping(rank: int) -> Link:
+    """Measure the link between ranks 0 and 1.
 
-    def seconds(message: Tensor) -> float:
+    The latency is half of a round trip of an empty message. The bandwidth is that of large messages, which both ranks
+    send at once, as they send their sums of gradients; one alone can be faster.
+    """
+
+    def there_and_back(message: Tensor) -> None:
+        if rank == 0:
+            dist.send(message, 1)
+            dist.recv(message, 1)
+        elif rank == 1:
+            dist.recv(message, 0)
+            dist.send(message, 0)
+
+    def exchange(sent: Tensor, received: Tensor) -> None:
+        if rank < 2:
+            works = dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def seconds(call: Callable[[], None], repeats: int) -> float:
         times = []
-        for _ in range(PINGS):
+        for _ in range(repeats):
             start = time.perf_counter()
-            if rank == 0:
-                dist.send(message, 1)
-                dist.recv(message, 1)
-            elif rank == 1:
-                dist.recv(message, 0)
-                dist.send(message, 0)
-            times.append((time.perf_counter() - start) / 2)
+            call()
+            times.append(time.perf_counter() - start)
         return statistics.median(times)
 
-    least, whole = seconds(torch.empty(1)), seconds(torch.empty_like(value))
-    return on_first(lambda: Link(least, value.nbytes / max(whole - least, 1e-9)))
+    latency = seconds(partial(there_and_back, torch.empty(1)), PINGS) / 2
+    both_ways = seconds(partial(exchange, *torch.ones(2, LARGE // 4)), EXCHANGES)
+    return on_first(lambda: Link(latency, LARGE / max(both_ways - latency, 1e-9)))
 
 
 def idle(w: Tensor, x: Tensor) -> Tensor:
@@ -180,23 +196,22 @@ def quartiles(row: Mapping[str, Any], name: str) -> str:
 
 def compare(
     steps: Mapping[Key, Callable[[], object]],
-    predict: Callable[[], Mapping[Key, float]],
+    predict: Callable[[Key], float],
     rounds: int,
     measure: Callable[[Callable[[], object]], float] = milliseconds,
 ) -> dict[Key, Rounds]:
     """Run all steps in turn in each round, after one of each that does not count.
 
     Args:
-        predict: returns the seconds of each step. It is called in each round, so that what it profiles is of the
-            machine's speed at that time.
+        predict: returns the seconds of a step. It is called right before the step, so that what it profiles is of
+            the machine's speed at that time.
         measure: returns the milliseconds of a step.
     """
     for step in steps.values():
         step()
     results = {key: Rounds() for key in steps}
     for _ in range(rounds):
-        predicted = predict()
         for key, step in steps.items():
-            results[key].predicted.append(1e3 * predicted[key])
+            results[key].predicted.append(1e3 * predict(key))
             results[key].measured.append(measure(step))
     return results

@@ -5,13 +5,13 @@
     python -m benchmarks.scale --json                           # a list of objects, and nothing else
     python -m benchmarks.scale --out scale.json scale.svg       # and into a file, with the machine, and a figure
 
-The stages are those of `benchmarks.peers`. In each round two processes profile them at the same time, so that both
-cores are as busy as in a run, and measure the host's time for a piece; before the rounds they measure a message of an
-activation's size there and back. With that, a step of each schedule on 2 ranks is predicted
-(`benchmarks.predictions`), and run over gloo and recorded. The difference is split into parts, as means over the ranks:
-pieces that took longer, longer waits for values, the host's time between pieces, in which the ranks also agree on the
-step, and the ends of a step, before the first piece and after the last, where they share the loss. The simulation
-models only the drain of the ends. `ratio` is measured over predicted, the median of the rounds'.
+The stages are those of `benchmarks.peers`. Before each step two processes profile them at the same time, so that both
+cores are as busy as in a run, and measure the host's time for a piece; the link is measured once. With that, a step of
+each schedule on 2 ranks is predicted (`benchmarks.predictions`), and run over gloo and recorded. The difference is
+split into parts, as means over the ranks: pieces that took longer, longer waits for values, the host's time between
+pieces, in which the ranks also agree on the step, and the ends of a step, before the first piece and after the last,
+where they share the loss. The simulation models only the drain of the ends. `ratio` is measured over predicted, the
+median of the rounds'.
 
 For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
 batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
@@ -62,18 +62,16 @@ Parts = dict[str, float]  # seconds, those of the step among them
 def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) -> Iterator[Any]:
     """Run one of the processes: yield the row of each schedule, then the costs of the layers."""
     handler, layers = handlers.Distributed(timeout=models.TIMEOUT), models.layers(width)
-    link = predictions.ping(rank, models.data(width)[0][: models.ROWS])
+    link = predictions.ping(rank)
     host = predictions.Host(handler, ranks, link)
     steps = {name: Step(name, ranks, layers, width, handler) for name in names}
     predicted: dict[str, list[Parts]] = {name: [] for name in names}
 
-    def predict() -> dict[str, float]:
-        seconds = host.seconds()
-        counts = {step.plan.stages for step in steps.values()}
-        costs = {count: profile(handler, layers, width, count, link, predictions.REPEATS) for count in sorted(counts)}
-        for name, step in steps.items():
-            predicted[name].append(step.predicted(costs[step.plan.stages], seconds))
-        return {name: parts[-1]["step"] for name, parts in predicted.items()}
+    def predict(name: str) -> float:
+        step = steps[name]
+        costs = profile(handler, layers, width, step.plan.stages, link, predictions.REPEATS)
+        predicted[name].append(step.predicted(costs, host.seconds()))
+        return predicted[name][-1]["step"]
 
     results = predictions.compare(steps, predict, rounds)
     for name, step in steps.items():

@@ -15,8 +15,8 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
   process grows at most in a step, which has the new gradients, messages and what a piece needs while it runs, too.
   `measured`, `predicted` and `process` are of the rank with the most.
 
-A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile(slices=)`, those of each round in
-`real`, the host's time for a piece, and a measured link. Times are medians of rounds in which all cases take turns,
+A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile(slices=)`, in `real` right before
+each step, the host's time for a piece, and a measured link. Times are medians of rounds in which all cases take turns,
 `ratio` is the median of the rounds' ratios. `over` is the measured time, or the bytes, over those of whole sequences
 under the same kind of schedule.
 """
@@ -84,7 +84,7 @@ class Process:
     def __init__(self, rank: int, kind: str, counts: Sequence[int]) -> None:
         self.kind, self.handler, self.cases = kind, handlers.Distributed(timeout=models.TIMEOUT), cases(counts)
         self.pipeline, self.params = model(kind)
-        self.link = predictions.ping(rank, torch.ones(1, CONTEXT[kind] // max(counts), WIDTH))
+        self.link = predictions.ping(rank)
 
     def plan(self, case: Case) -> Plan:
         return self.pipeline.plan(Placement.loop(RANKS[self.kind]), MICROBATCHES, slices=case.slices)
@@ -125,14 +125,10 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
     host = predictions.Host(process.handler, RANKS[process.kind], process.link, stage)
     first = {slices: process.profile(slices, models.REPEATS) for slices in counts} if is_timed else {}
 
-    def predict() -> dict[Case, float]:
-        costs = first or {slices: process.profile(slices, predictions.REPEATS) for slices in counts}
-        seconds, predicted = host.seconds(), {}
-        for case in steps:
-            plan = process.plan(case)
-            with_host = predictions.with_host(costs[case.slices], plan, seconds)
-            predicted[case] = fpipe.simulate(case.schedule, plan, with_host).makespan
-        return predicted
+    def predict(case: Case) -> float:
+        costs = first[case.slices] if is_timed else process.profile(case.slices, predictions.REPEATS)
+        plan = process.plan(case)
+        return fpipe.simulate(case.schedule, plan, predictions.with_host(costs, plan, host.seconds())).makespan
 
     results = predictions.compare(steps, predict, rounds)
     return [row(process.kind, case, result) for case, result in results.items()]

@@ -106,9 +106,8 @@ def job(rank: int, world: int, degrees: Sequence[Degrees], layer: float, rounds:
     steps = [step(strategy) for strategy in chosen]
     hosts = {pp: host(pp, world) for pp in sorted({strategy.degrees.pp for strategy in chosen})}
 
-    def predict() -> dict[int, float]:
-        seconds = {pp: host.seconds() for pp, host in hosts.items()}
-        return {at: with_host(strategy, seconds[strategy.degrees.pp]) for at, strategy in enumerate(chosen)}
+    def predict(at: int) -> float:
+        return with_host(chosen[at], hosts[chosen[at].degrees.pp].seconds())
 
     results = predictions.compare(dict(enumerate(steps)), predict, rounds)
     yield [row(strategy, layer) | results[at].figures() for at, strategy in enumerate(chosen)]

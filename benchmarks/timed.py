@@ -15,7 +15,7 @@ known, and far above that which gloo and the host add to it.
 
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile`, which times pieces, gathers and
 scatters through the same handler, a measured link between the ranks, and the host's time for a piece, from a step of
-stages that sleep for 5 ms, in each round. The ratio is measured over predicted: medians of rounds, with quartiles.
+stages that sleep for 5 ms, before each step. The ratio is measured over predicted: medians of rounds, with quartiles.
 Gathers are those of the rank with the most, as is the number of microbatches in flight.
 
 - 2x2: two ranks times two replicas, every schedule with all its stages resident, and with one; a layer's gather takes
@@ -225,7 +225,7 @@ class Process:
         received = (1 - 1 / table.replicas) * SIDE * SIDE * torch.float32.itemsize
         backend = SlowLink(received / gather) if gather else Gloo()
         self.handler = handlers.Distributed(mesh["pp"], replicas=self.replicas, backend=backend, timeout=models.TIMEOUT)
-        self.link = predictions.ping(rank, torch.ones(1, SIDE))
+        self.link = predictions.ping(rank)
         self.host = predictions.Host(self._alone(mesh["pp"]), table.ranks, self.link, brief)
 
     def _alone(self, mesh: DeviceMesh) -> handlers.Distributed:
@@ -264,9 +264,8 @@ def job(
     costs = {count: process.profile(count) for count in sorted({case.plan.stages for case in chosen})}
     steps = {case: process.step(case) for case in chosen}
 
-    def predict() -> dict[Case, float]:
-        host = process.host.seconds()
-        return {case: process.timeline(case, costs[case.plan.stages], host).makespan for case in chosen}
+    def predict(case: Case) -> float:
+        return process.timeline(case, costs[case.plan.stages], process.host.seconds()).makespan
 
     results = predictions.compare(steps, predict, rounds)
     sizes = {"layer_ms": 1e3 * layer, "gather_ms": 1e3 * gather, "host_ms": process.host.milliseconds}

@@ -24,7 +24,7 @@ Five ways take turns:
 
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile`, the host's time for a piece, and
 a measured link. Those of `real` are of the stages of each way, whose pieces take less than those of their layers
-together, and of each round. A step is timed from a barrier to a barrier; times are medians of rounds, `ratio` is that
+together, and of each step. A step is timed from a barrier to a barrier; times are medians of rounds, `ratio` is that
 of the rounds' ratios. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are
 `fpipe.footprint` of the rank with the most.
 """
@@ -87,7 +87,6 @@ class Real:
         torch.manual_seed(0)
         self.ranks, self.vocabulary = table.ranks, table.blocks // 2 * PER_BLOCK
         self.model = gpt2_tied.GPT2(table.blocks, WIDTH, 4, self.vocabulary, CONTEXT)
-        self.activation = torch.ones(models.ROWS, CONTEXT, WIDTH)
 
     def in_layers(self, cuts: Sequence[int]) -> tuple[Pipeline, Any]:
         """Return the pipeline of some stages and its params; `cuts` are the layers with which they begin."""
@@ -110,7 +109,6 @@ class Timed:
     def __init__(self, table: Table) -> None:
         block = 1e-3 * table.block
         self.ranks, self.seconds = table.ranks, [0.0, *[block] * table.blocks, block * table.blocks / 2]
-        self.activation = torch.ones(1, timed.SIDE)
 
     def in_layers(self, cuts: Sequence[int]) -> tuple[Pipeline, Any]:
         ends = [0, *cuts, len(self.seconds)]
@@ -159,7 +157,7 @@ class Process:
         self.is_timed = name != "real"
         self.model = Timed(self.table) if self.is_timed else Real(self.table)
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
-        self.link = predictions.ping(rank, self.model.activation)
+        self.link = predictions.ping(rank)
         stage = timed.brief if self.is_timed else predictions.idle
         self.host = predictions.Host(self.handler, self.table.ranks, self.link, stage)
         self.count = self.table.blocks + 2
@@ -195,24 +193,16 @@ class Process:
         plan = Plan(Placement.vocabulary(ranks), self.table.microbatches, Edges.vocabulary(ranks))
         return ways | {"vocabulary": Way("vocabulary-1f1b", vocabulary_1f1b, plan)}
 
-    def costs(self, ways: dict[str, Way]) -> dict[str, Costs]:
-        """Return the costs of the stages of each way, by a new profile."""
-        of_layers = self.profile(in_parts=False) if self.is_timed else None
-        costs = {}
-        for key, (_, _, plan, layers) in ways.items():
-            if layers and of_layers is not None:  # the sleeps of layers add up
-                costs[key] = Grouping(self.layers, layers).costs(of_layers, plan)
-            else:
-                costs[key] = self.profile(not layers, [*accumulate(layers)][:-1], predictions.REPEATS)
-        return costs
+    def costs(self, way: Way) -> Costs:
+        """Return the costs of a way's stages, by a new profile."""
+        if way.layers and self.is_timed:  # the sleeps of layers add up
+            return Grouping(self.layers, way.layers).costs(self.profile(in_parts=False), way.plan)
+        return self.profile(not way.layers, [*accumulate(way.layers)][:-1], predictions.REPEATS)
 
-    def predictions(self, ways: dict[str, Way], costs: dict[str, Costs]) -> dict[str, float]:
-        """Return the seconds of each way."""
-        host, seconds = self.host.seconds(), {}
-        for key, (_, schedule, plan, _) in ways.items():
-            with_host = predictions.with_host(costs[key], plan, host)
-            seconds[key] = fpipe.simulate(schedule, plan, with_host).makespan
-        return seconds
+    def predicted(self, way: Way, costs: Costs) -> float:
+        """Return the seconds of a way."""
+        with_host = predictions.with_host(costs, way.plan, self.host.seconds())
+        return fpipe.simulate(way.schedule, way.plan, with_host).makespan
 
     def step(self, way: Way) -> Callable[[], object]:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
@@ -236,10 +226,10 @@ def job(rank: int, ranks: int, name: str, rounds: int) -> Iterator[list[dict[str
     process = Process(rank, name)
     ways = process.ways()
     steps = {key: process.step(way) for key, way in ways.items()}
-    costs = process.costs(ways)
+    costs = {key: process.costs(way) for key, way in ways.items()}
 
-    def predict() -> dict[str, float]:
-        return process.predictions(ways, costs if process.is_timed else process.costs(ways))
+    def predict(key: str) -> float:
+        return process.predicted(ways[key], costs[key] if process.is_timed else process.costs(ways[key]))
 
     results = predictions.compare(steps, predict, rounds)
     sizes = {key: None if process.is_timed else most_bytes(way, costs[key]) for key, way in ways.items()}

@@ -364,17 +364,17 @@ def test_each_round_has_its_own_prediction():
 
 
 def test_rounds_measure_next_to_what_they_predict():
-    """In each round what is predicted first, then every step once; one step of each before them does not count."""
+    """In each round every step once, each after its prediction; one step of each before them does not count."""
     calls = []
 
-    def predict():
+    def predict(name):
         calls.append("predict")
-        return {"a": 1e-3 * calls.count("predict"), "b": 1e-3}
+        return 1e-3 * calls.count("predict")
 
     steps = {name: lambda name=name: calls.append(name) for name in ("a", "b")}
     results = benchmark("predictions").compare(steps, predict, 2, measure=lambda step: step() or 5.0)
-    assert calls == ["a", "b", *("predict", "a", "b") * 2]
-    assert (results["a"].predicted, results["a"].measured) == ([1.0, 2.0], [5.0, 5.0])
+    assert calls == ["a", "b", *("predict", "a", "predict", "b") * 2]
+    assert (results["a"].predicted, results["a"].measured) == ([1.0, 3.0], [5.0, 5.0])
 
 
 def test_the_host_makes_each_piece_longer():
