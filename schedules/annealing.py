@@ -261,7 +261,9 @@ def in_order(played: Played, done: int, states: dict[int, State]) -> Played:
     return played._replace(order=order, states={n: state for n, state in states.items() if n <= done})
 
 
-def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 2, played: int = FEW) -> Filled:
+def annealed(
+    filling: Filling, filled: Filled, bound: float, rounds: int = 2, played: int = FEW, seed: int = 0
+) -> Filled:
     """Return the fastest filled words that annealing of their forwards and input gradients finds.
 
     Each round begins with the best words so far, and waits are filled up to spans from the bound to theirs in turn.
@@ -269,8 +271,9 @@ def annealed(filling: Filling, filled: Filled, bound: float, rounds: int = 2, pl
     Args:
         bound: at which no move is tried any more.
         played: passes in a round, at most; fewer for short words.
+        seed: of the choice of moves.
     """
-    rng, best = Random(0), filled
+    rng, best = Random(seed), filled
     for n in range(rounds):
         if best.cost <= bound * ROUNDED or best.cost == inf:
             break

@@ -38,6 +38,8 @@ NEAR = 30  # blocks near the best ones
 FINALISTS = 4
 ROUNDS, PLAYED = 3, 500_000  # of annealing, at about a microsecond for each pass that is played
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
+SHORT = 800  # forwards and input gradients, up to which an order of more microbatches is annealed as a whole, too
+SEEDS = (0, 1)  # with which it is
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
 GAIN_OF_MORE = 1.01  # times that many moves make it faster than few, where that mattered
@@ -107,9 +109,16 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
-    """Return the faster of the orders that few and many moves lead to."""
-    many = _searched(plan, costs, chunks).annealed(ROUNDS, PLAYED)
-    return min(many, order_within(plan, costs, chunks), key=lambda filled: filled.cost)
+    """Return the fastest of the orders that few and many moves lead to, and moves of a short order as a whole."""
+    search, few = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
+    best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
+    is_more = plan.microbatches > 2 * plan.ranks + EXTRA[-1]
+    for seed in SEEDS if is_more and 2 * plan.stages * plan.microbatches <= SHORT else ():
+        if best.cost <= search.all.bound * (1 + ROUNDING):
+            break
+        again = annealed(search.all.filling, search.best, search.all.bound, ROUNDS, PLAYED, seed)
+        best = min(best, again, key=lambda filled: filled.cost)
+    return best
 
 
 @lru_cache(maxsize=LIMITS)
