@@ -162,6 +162,7 @@ class Process:
         self.host = predictions.Host(self.handler, self.table.ranks, self.link, stage)
         self.count = self.table.blocks + 2
         self.layers = partitions.of_layers(self.count, self.table.ranks, self.table.microbatches)
+        self.of_layers = self.profile(in_parts=False)
 
     def profile(self, in_parts: bool, cuts: Sequence[int] | None = None, repeats: int = models.REPEATS) -> Costs:
         """Return the costs of the parts of the vocabulary, or of stages of layers.
@@ -178,7 +179,7 @@ class Process:
 
     def ways(self) -> dict[str, Way]:
         """Return the ways that take turns, cut and chosen by a profile of the layers."""
-        ranks, costs = self.table.ranks, self.profile(in_parts=False)
+        ranks, costs = self.table.ranks, self.of_layers
         times = times_of(self.layers, costs)
         host = self.host.seconds(models.REPEATS)
         grouped = partial(partitions.grouped, plan=self.layers, costs=costs, host=host)
@@ -196,7 +197,7 @@ class Process:
     def costs(self, way: Way) -> Costs:
         """Return the costs of a way's stages, by a new profile."""
         if way.layers and self.is_timed:  # the sleeps of layers add up
-            return Grouping(self.layers, way.layers).costs(self.profile(in_parts=False), way.plan)
+            return Grouping(self.layers, way.layers).costs(self.of_layers, way.plan)
         return self.profile(not way.layers, [*accumulate(way.layers)][:-1], predictions.REPEATS)
 
     def predicted(self, way: Way, costs: Costs) -> float:

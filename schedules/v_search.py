@@ -114,10 +114,10 @@ def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
     best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
     is_more = plan.microbatches > 2 * plan.ranks + EXTRA[-1]
     for seed in SEEDS if is_more and 2 * plan.stages * plan.microbatches <= SHORT else ():
-        if best.cost <= search.all.bound * (1 + ROUNDING):
+        if search.all.is_optimal(best):
             break
-        again = annealed(search.all.filling, search.best, search.all.bound, ROUNDS, PLAYED, seed)
-        best = min(best, again, key=lambda filled: filled.cost)
+        order = annealed(search.all.filling, search.best, search.all.bound, ROUNDS, PLAYED, seed)
+        best = min(best, order, key=lambda filled: filled.cost)
     return best
 
 
@@ -154,15 +154,11 @@ class _Search:
         costs = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
         return _Player(replace(plan, microbatches=count), costs, self.chunks)
 
-    @property
-    def is_done(self) -> bool:
-        return self.best.cost <= self.all.bound * (1 + ROUNDING)
-
     def run(self) -> None:
         """Try named orders and blocks, then the best few on all microbatches."""
         self._try_named()
         for each in chain(self._blocks(), self._near()):
-            if self.is_done:
+            if self.all.is_optimal(self.best):
                 return
             slots = fitted(self.plan.ranks, each.shape, each.period, self.chunks)
             if slots is not None and (key := (repr(slots), each.period)) not in self.tried:
@@ -231,7 +227,7 @@ class _Search:
         for extra in EXTRA:
             few = self._player(2 * self.plan.ranks + extra)
             more = self.plan.microbatches - few.microbatches
-            if best.cost <= self.all.bound * (1 + ROUNDING):
+            if self.all.is_optimal(best):
                 break
             if not more:
                 before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played)
@@ -269,6 +265,10 @@ class _Player:
         self.squeezing, self.filling = Squeezing(work), Filling(work, Room.counted(plan, [chunks / 2] * plan.ranks))
         self.bound, self.least = lower_bound(plan, costs, chunks / 2), max(self.filling.busy)
         self._passes = [passes(rank, plan) for rank in range(plan.ranks)]
+
+    def is_optimal(self, filled: Filled) -> bool:
+        """Return whether the cost is the bound."""
+        return filled.cost <= self.bound * (1 + ROUNDING)
 
     def squeeze(self, words: Words, fill: Fill, most: float) -> tuple[float, Words]:
         return self.squeezing.squeeze(words, self.chunks, fill, most)
