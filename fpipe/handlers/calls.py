@@ -61,7 +61,12 @@ UNSEEDED = nullcontext()
 
 
 class Channels(Protocol):
-    """Move values between ranks. The payload is a flattened tree (`Flat`), but for gradients: a list of leaves."""
+    """Move values between ranks. The payload is a flattened tree (`Flat`), but for gradients: a list of leaves.
+
+    `receives_copies` says whether a received payload is in memory that nothing else reads.
+    """
+
+    receives_copies: bool
 
     def sender(self, value: fx.Value, source: int, target: int) -> Callable[[Any], None]:
         """Return a function that posts the value's payload. It never waits for the receiver."""
@@ -684,7 +689,8 @@ class Calls:
         sums = {(stage, rank): step.sums_of(stage) for stage in sorted(stages)}
         for (stage, other), leaves in step.foreign.items():
             sums[stage, other] = received(pipeline, plan, params, stage, rank, leaves)
-        gradients = total(pipeline, plan, params, plan.stages_on(rank), sums, entries)
+        spare = step.foreign if self.channels.receives_copies else ()
+        gradients = total(pipeline, plan, params, plan.stages_on(rank), sums, entries, spare)
         gradients = unscaled(gradients, step.inputs.loss_scale)
         gradients = self.pieces.precision.gradients(gradients, {stage: params[stage] for stage in entries})
         if step.placed is None:

@@ -16,10 +16,10 @@ Invariants of a `Sum`, which adds in place:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -299,19 +299,30 @@ def total(
     local: Collection[int],
     sums: Sums,
     entries: Collection[int],
+    spare: Collection[tuple[int, int]] = (),
 ) -> dict[int, Any]:
     """Return the gradients of some entries in a rank's params: -0.0 where unused, None where it is not trained.
 
     -0.0 is the sum of no terms, and travels as such between copies and replicas. No two gradients share memory if no
     two of the sums do.
+
+    Args:
+        spare: the (stage, rank) of sums that nothing else reads, so that totals may be written to their memory: fresh
+            memory for large ones takes longer than the addition.
     """
-    join = behind if pipeline.by_row else add
-    stages = {stage: _over_copies(plan, stage, sums, join) for stage, _ in sums}
+    join = _behind if pipeline.by_row else _added
+
+    def over_copies(stage: int, key: LeafKey) -> Iterator[_Term]:
+        terms = (((stage, rank), sums.get((stage, rank), {})) for rank in plan.placement.holders[stage])
+        present = [_Term(leaves[key], name in spare) for name, leaves in terms if key in leaves]
+        if present:
+            yield reduce(join, present)
+
     gradients = {}
     for stage in entries:
         leaves, spec = flatten(params[stage])
         keys = _keys(pipeline, params, local, stage, paths_of(spec))
-        terms = [[stages[user][key] for user, key in uses if key in stages.get(user, {})] for uses in keys]
+        terms = [[term for use in uses for term in over_copies(*use)] for uses in keys]
         gradients[stage] = spec.unflatten(map(_sum, leaves, terms))
     return gradients
 
@@ -332,8 +343,37 @@ def unscaled(gradients: Any, loss_scale: Tensor | None) -> Any:
     return spec.unflatten(leaves)
 
 
-def _sum(leaf: Any, terms: list[Tensor | None]) -> Tensor | None:
-    gradient = reduce(add, terms, None)
+class _Term(NamedTuple):
+    """A gradient, and whether its memory may be written to."""
+
+    gradient: Tensor | None
+    is_spare: bool
+
+
+def _added(total: _Term, term: _Term) -> _Term:
+    """Add two gradients as `add` does, into the memory of one where it may be."""
+    a, b = total.gradient, term.gradient
+    if a is None or b is None:
+        return term if a is None else total
+    spare = next((x.gradient for x in (total, term) if x.is_spare), None) if _in_same_layout(a, b) else None
+    return _Term(torch.add(a, b, out=spare), True)
+
+
+def _in_same_layout(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors look the same, and each has all of a dense memory."""
+    both = a, b
+    if any(x.layout != torch.strided or x.requires_grad for x in both):
+        return False
+    looks = {(x.dtype, x.device, x.shape, x.stride()) for x in both}
+    return len(looks) == 1 and all(x.untyped_storage().nbytes() == x.nbytes for x in both)
+
+
+def _behind(total: _Term, term: _Term) -> _Term:
+    return _Term(behind(total.gradient, term.gradient), False)
+
+
+def _sum(leaf: Any, terms: list[_Term]) -> Tensor | None:
+    gradient = reduce(_added, terms).gradient if terms else None
     return torch.full_like(leaf, -0.0) if terms and gradient is None else gradient
 
 
@@ -360,16 +400,6 @@ def _keys(
             for i, key in zip(tied, of_use, strict=True):
                 keys[i].append((user, key))
     return keys
-
-
-def _over_copies(
-    plan: Plan, stage: int, sums: Sums, join: Callable[[Tensor | None, Tensor | None], Tensor | None]
-) -> dict[LeafKey, Tensor | None]:
-    whole: dict[LeafKey, Tensor | None] = {}
-    for rank in plan.placement.holders[stage]:
-        for key, term in sums.get((stage, rank), {}).items():
-            whole[key] = join(whole.get(key), term)
-    return whole
 
 
 # Gradients of the batch and the target

@@ -196,6 +196,8 @@ class _Mailbox:
         sums: (stage, rank) -> the sums of the replicas so far, in their order; shared by all replicas.
     """
 
+    receives_copies = False
+
     def __init__(self, devices: list[torch.device] | None, sums: dict[tuple[int, int], list[Leaves]]) -> None:
         self.devices, self.sums = devices, sums
         self.payloads: dict[tuple[fx.Value, int], list[Any]] = defaultdict(list)

@@ -10,7 +10,8 @@ import torch
 
 import fpipe
 from fpipe import Pipeline, Placement, handlers, schedules
-from fpipe.handlers.gradients import Sum, add, copied
+from fpipe.handlers.gradients import Sum, add, copied, total
+from fpipe.stages.pytree import paths
 from tests.support import cases, jobs
 from tests.support.combinations import combined, one_in
 
@@ -248,3 +249,38 @@ def test_sparse_gradients_are_added(handler, microbatches):
     _, grads = step(params, torch.tensor([0, 1, 1, 5, 3, 3, 3, 1]))
     assert grads[0].is_sparse
     assert torch.equal(grads[0].to_dense(), torch.tensor([1.0, 3, 0, 3, 0, 1])[:, None].expand(6, 2))
+
+
+def copies(a, b, spare):
+    """The total of a leaf of which two ranks have these sums."""
+    pipeline, params = Pipeline([torch.mul] * 2), {0: {"w": a}, 1: {"w": a}}
+    plan = pipeline.plan(Placement.both_ways(2), 4)
+    (key,) = paths(params[0])
+    sums = {(0, rank): {key: x} for rank, x in enumerate([a, b])}
+    return total(pipeline, plan, params, plan.stages_on(0), sums, [0], spare)[0]["w"]
+
+
+@pytest.mark.parametrize("spare", [(), [(0, 0)], [(0, 1)]], ids=["none", "first", "second"])
+def test_a_total_over_copies_is_in_memory_that_nothing_else_reads(spare):
+    odd = torch.tensor([0.0, -0.0, math.inf, math.nan, 1.0, 1e-45])
+    a, b = odd.repeat(6).view(6, 6), odd.repeat_interleave(6).view(6, 6)
+    expected, before = bits(a + b), list(map(bits, (a, b)))
+    result = copies(a, b, spare)
+    assert bits(result) == expected
+    written = [rank for _, rank in spare]
+    assert [rank for rank, x in enumerate([a, b]) if memory([x]) == memory([result])] == written
+    assert [rank for rank, x in enumerate([a, b]) if bits(x) != before[rank]] == written
+
+
+@pytest.mark.parametrize(
+    "b",
+    [randn(3, 2).t(), randn(4, 3)[:2], randn(2, 3, dtype=torch.float64), randn(1, 3).expand(2, 3)],
+    ids=["strides", "view", "dtype", "expanded"],
+)
+def test_a_total_is_not_in_memory_of_another_layout(b):
+    a, before = randn(2, 3), bits(b)
+    result = copies(a, b, [(0, 1)])
+    assert bits(result) == bits(a + b)
+    assert result.stride() == (a + b).stride()
+    assert memory([result]) not in (memory([a]), memory([b]))
+    assert bits(b) == before

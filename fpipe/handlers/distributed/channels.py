@@ -174,6 +174,8 @@ class Channels:
         learned: that of the last step that has learned something, among all steps of the handler.
     """
 
+    receives_copies = True
+
     def __init__(
         self,
         connections: Connections,
