@@ -66,7 +66,7 @@ def job(
         for other in gradients[1:]:
             torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=0)
     link = predictions.ping(rank)
-    host = predictions.Host(handler, ranks, link, timed.brief)
+    host = predictions.Host(handler, ranks, link, models.MICROBATCHES, timed.brief)
     plans = {key: ordered(*key, ranks, trained, models.LAYERS // ranks * layer) for key in keys}
     costs = {key: replace(profile(plans[key][1], trained, layer, handler), communication=link) for key in keys}
 

@@ -20,6 +20,7 @@ first call of a step, which traces every length, is not counted.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -73,7 +74,14 @@ def job(
     """Run one process: yield the rows of each schedule, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
     link = predictions.ping(rank)
-    host = predictions.Host(handler, ranks, link, timed.brief if kind == "timed" else predictions.idle)
+    host = predictions.Host(
+        handler,
+        ranks,
+        link,
+        MICROBATCHES,
+        timed.brief if kind == "timed" else predictions.idle,
+        size=math.prod(data(kind, LENGTH)[0].shape),
+    )
     for name in names:
         yield of_schedule(name, kind, sigmas, rounds, handler, link, host)
 

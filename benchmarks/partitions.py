@@ -64,7 +64,7 @@ ROOM = {"simulated": 1.0}  # memory over that of the guides; measured tables hav
 PUBLISHED = [entry.name for entry in CATALOGUE.values() if not entry.limited and entry.slices in (None, 1)]
 GUIDES = {"1f1b": "1f1b", "interleaved": "interleaved-1f1b"}
 HALVES = ("forward", "backward_input", "backward_weight")
-WIDTH, VOCABULARY, CONTEXT = 128, 4096, 64  # of the real model
+WIDTH, VOCABULARY, CONTEXT, ROWS = 128, 4096, 64, 2  # of the real model; sequences of a microbatch
 MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "timed4": (0.5, *[4] * 6, 8, 4, 8, *[4] * 4, 14),
     "timed8": (0.5, *[3] * 12, 6, 3, 6, 3, 6, *[3] * 6, 16),
@@ -128,7 +128,7 @@ def profiled() -> Costs:
 
 def tokens(microbatches: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(VOCABULARY, (2 * microbatches, CONTEXT + 1), generator=generator)
+    rows = torch.randint(VOCABULARY, (ROWS * microbatches, CONTEXT + 1), generator=generator)
     return rows[:, :-1], rows[:, 1:]
 
 
@@ -163,11 +163,17 @@ class Layers:
         loss = squares if self.keeps_residuals else models.loss_fn
         return Pipeline(stages, loss), {s: torch.ones(4) for s in range(len(stages))}
 
+    @property
+    def activation(self) -> int:
+        """The elements of an activation of a microbatch."""
+        if self.module is not None:
+            return ROWS * CONTEXT * WIDTH
+        return WIDE if self.keeps_residuals else SIDE
+
     def data(self, microbatches: int) -> tuple[Tensor, Tensor]:
-        if self.module is None:
-            side = WIDE if self.keeps_residuals else SIDE
-            return torch.ones(microbatches, side), torch.zeros(microbatches, side)
-        return tokens(microbatches)
+        if self.module is not None:
+            return tokens(microbatches)
+        return torch.ones(microbatches, self.activation), torch.zeros(microbatches, self.activation)
 
 
 def squares(y: Tensor, t: Tensor) -> Tensor:
@@ -301,7 +307,8 @@ class Process:
         self.optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
         link = predictions.ping(rank)
         stage = timed.brief if self.is_timed else predictions.idle
-        self.host = predictions.Host(self.handler, ranks, link, stage)
+        microbatches, size = MICROBATCHES[table], self.layers.activation
+        self.host = predictions.Host(self.handler, ranks, link, microbatches, stage, size=size)
         # The outputs of the file of `profiled4` do not travel.
         self.link = fpipe.Link(link.latency) if table == "profiled4" else link
 
@@ -310,7 +317,7 @@ class Process:
         fine, plan = range(1, self.layers.count), self.layers.plan
         costs = known(self.table) if self.table == "profiled4" else self.profile(fine, models.REPEATS)
         costs = replace(costs, communication=self.link, **self.layers.times)
-        host = self.host.seconds(models.REPEATS)
+        host = self.host.seconds()
         if self.table == "moved4":
             return limited(plan, costs, host)
         return layouts(plan, costs, ROOM.get(self.table, 1.25), host, DRAWN if self.table == "profiled4" else None)

@@ -223,7 +223,8 @@ def predictor(
     rows = slice(models.ROWS * models.PROFILED)
     batch, target = (x[rows] for x in models.data(width))
     link = predictions.ping(handler.rank)
-    host = predictions.Host(handler, ranks, link)
+    size = batch.numel() // models.PROFILED
+    host = predictions.Host(handler, ranks, link, models.MICROBATCHES, size=size)
 
     def profile(stages: int) -> fpipe.Costs:
         pipeline, params = interop.from_modules(models.stages(layers, stages), loss=models.loss_fn)

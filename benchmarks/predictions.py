@@ -29,7 +29,7 @@ T = TypeVar("T")
 Key = TypeVar("Key")
 PINGS = 200  # messages there and back
 EXCHANGES, LARGE = 10, 16 << 20  # large messages, and the bytes of each
-MICROBATCHES, SIDE = 32, 32  # of the steps that show the host's time, and of their activations
+SIZE = 32  # elements of an activation that takes no time
 REPEATS = 2  # steps of a profile that each prediction takes
 SEARCH = 600  # seconds that processes wait for the one that searches
 
@@ -78,9 +78,11 @@ class Host:
     """The time by which the host makes a piece longer, with the posts of its transfers.
 
     It is what a step of GPipe takes beyond its prediction, over the 2 (m + p - 1) pieces of m microbatches on p ranks
-    that run one after another.
+    that run one after another. What a step takes once is a part of it.
 
     Args:
+        microbatches: of the measured steps.
+        size: elements of their activations.
         stage: takes a short time. Where the measured ranks compute it does nothing, and where they sleep it sleeps,
             because ranks that exceed cores wait for them only as long as others do not sleep.
         costs: those that predictions have of such stages; by default a profile.
@@ -91,24 +93,26 @@ class Host:
         handler: handlers.Distributed,
         ranks: int,
         link: Link,
+        microbatches: int,
         stage: Callable[[Tensor, Tensor], Tensor] = idle,
         costs: Costs | None = None,
+        size: int = SIZE,
     ) -> None:
         pipeline = Pipeline([stage] * ranks, models.loss_fn)
-        plan, params = pipeline.plan(Placement.loop(ranks), MICROBATCHES), {s: torch.ones(SIDE) for s in range(ranks)}
-        data = torch.ones(MICROBATCHES, SIDE), torch.zeros(MICROBATCHES, SIDE)
+        plan, params = pipeline.plan(Placement.loop(ranks), microbatches), {s: torch.ones(size) for s in range(ranks)}
+        data = torch.ones(microbatches, size), torch.zeros(microbatches, size)
         options: dict[str, Any] = {"handler": handler, "autodiff": "graph"}
         if costs is None:
             costs = fpipe.profile(pipeline, params, *(x[:1] for x in data), repeats=models.REPEATS, **options)
         self.predicted = fpipe.simulate("gpipe", plan, replace(costs, communication=link)).makespan
-        self.pieces, self.times = 2 * (MICROBATCHES + ranks - 1), list[float]()
+        self.pieces, self.times = 2 * (microbatches + ranks - 1), list[float]()
         step = fpipe.value_and_grad(pipeline, "gpipe", plan, **options)
         self.step = partial(step, pipeline.params_on(params, plan, handler.rank), *data)
         self.step()
 
-    def seconds(self, repeats: int = REPEATS) -> float:
+    def seconds(self) -> float:
         """Measure it, as on rank 0."""
-        took = 1e-3 * statistics.median(milliseconds(self.step) for _ in range(repeats))
+        took = 1e-3 * statistics.median(milliseconds(self.step) for _ in range(models.REPEATS))
         self.times.append(on_first(lambda: max(0.0, took - self.predicted) / self.pieces))
         return self.times[-1]
 

@@ -63,7 +63,8 @@ def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) ->
     """Run one of the processes: yield the row of each schedule, then the costs of the layers."""
     handler, layers = handlers.Distributed(timeout=models.TIMEOUT), models.layers(width)
     link = predictions.ping(rank)
-    host = predictions.Host(handler, ranks, link)
+    size = models.data(width)[0].numel() // models.MICROBATCHES
+    host = predictions.Host(handler, ranks, link, models.MICROBATCHES, size=size)
     steps = {name: Step(name, ranks, layers, width, handler) for name in names}
     predicted: dict[str, list[Parts]] = {name: [] for name in names}
 

@@ -122,7 +122,7 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
     steps = {case: process.step(case) for case in process.cases}
     counts, is_timed = sorted({case.slices for case in steps}), process.kind == "timed"
     stage = timed.brief if is_timed else predictions.idle
-    host = predictions.Host(process.handler, RANKS[process.kind], process.link, stage)
+    host = predictions.Host(process.handler, RANKS[process.kind], process.link, MICROBATCHES * max(counts), stage)
     first = {slices: process.profile(slices, models.REPEATS) for slices in counts} if is_timed else {}
 
     def predict(case: Case) -> float:

@@ -104,22 +104,23 @@ def job(rank: int, world: int, degrees: Sequence[Degrees], layer: float, rounds:
     """Run one process: yield the rows of all strategies, or of those with some degrees, as measured on rank 0."""
     chosen = [strategy for strategy in predicted(world, layer) if not degrees or strategy.degrees in degrees]
     steps = [step(strategy) for strategy in chosen]
-    hosts = {pp: host(pp, world) for pp in sorted({strategy.degrees.pp for strategy in chosen})}
+    sizes = [(strategy.degrees.pp, strategy.plan.microbatches) for strategy in chosen]
+    hosts = {each: host(*each, world) for each in sorted({*sizes})}
 
     def predict(at: int) -> float:
-        return with_host(chosen[at], hosts[chosen[at].degrees.pp].seconds())
+        return with_host(chosen[at], hosts[sizes[at]].seconds())
 
     results = predictions.compare(dict(enumerate(steps)), predict, rounds)
     yield [row(strategy, layer) | results[at].figures() for at, strategy in enumerate(chosen)]
 
 
-def host(pp: int, world: int) -> predictions.Host:
+def host(pp: int, microbatches: int, world: int) -> predictions.Host:
     """Return the host's time for a piece on so many ranks, all replicas of which take the same steps."""
     mesh = init_device_mesh("cpu", (pp, world // pp), mesh_dim_names=("pp", "others"))
     handler = handlers.Distributed(mesh["pp"], timeout=models.TIMEOUT)
     brief = timed.BRIEF
     costs = Costs(brief, [0.0, *[brief] * (pp - 1)], brief)  # of a first stage nobody needs an input gradient
-    return predictions.Host(handler, pp, Link(0.0), timed.brief, costs)
+    return predictions.Host(handler, pp, Link(0.0), microbatches, timed.brief, costs)
 
 
 def with_host(strategy: Strategy, host: float) -> float:

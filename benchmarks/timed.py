@@ -226,7 +226,7 @@ class Process:
         backend = SlowLink(received / gather) if gather else Gloo()
         self.handler = handlers.Distributed(mesh["pp"], replicas=self.replicas, backend=backend, timeout=models.TIMEOUT)
         self.link = predictions.ping(rank)
-        self.host = predictions.Host(self._alone(mesh["pp"]), table.ranks, self.link, brief)
+        self.host = predictions.Host(self._alone(mesh["pp"]), table.ranks, self.link, models.MICROBATCHES, brief)
 
     def _alone(self, mesh: DeviceMesh) -> handlers.Distributed:
         """Return a handler of one replica."""

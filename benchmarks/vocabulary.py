@@ -98,6 +98,11 @@ class Real:
         """Return the pipeline in which each rank has a part of the vocabulary, and its params."""
         return gpt2_tied.split_vocabulary(self.model, self.ranks)
 
+    @property
+    def activation(self) -> int:
+        """The elements of an activation of a microbatch."""
+        return models.ROWS * CONTEXT * WIDTH
+
     def data(self, microbatches: int, in_parts: bool) -> tuple[Any, Tensor | None]:
         tokens, target = gpt2_tied.counting(models.ROWS * microbatches, self.vocabulary, CONTEXT, seed=0)
         return ({"tokens": tokens, "targets": target}, None) if in_parts else (tokens, target)
@@ -105,6 +110,8 @@ class Real:
 
 class Timed:
     """A model whose pieces sleep; its layers sleep for as long in each of their passes."""
+
+    activation = timed.SIDE
 
     def __init__(self, table: Table) -> None:
         block = 1e-3 * table.block
@@ -158,10 +165,12 @@ class Process:
         self.model = Timed(self.table) if self.is_timed else Real(self.table)
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.link = predictions.ping(rank)
+        ranks, microbatches, size = self.table.ranks, self.table.microbatches, self.model.activation
         stage = timed.brief if self.is_timed else predictions.idle
-        self.host = predictions.Host(self.handler, self.table.ranks, self.link, stage)
+        self.host = predictions.Host(self.handler, ranks, self.link, microbatches, stage, size=size)
         self.count = self.table.blocks + 2
-        self.layers = partitions.of_layers(self.count, self.table.ranks, self.table.microbatches)
+        of_layers, _ = self.model.in_layers(range(1, self.count))
+        self.layers = of_layers.plan(partitions.of_layers(self.count, ranks, microbatches).placement, microbatches)
         self.of_layers = self.profile(in_parts=False)
 
     def profile(self, in_parts: bool, cuts: Sequence[int] | None = None, repeats: int = models.REPEATS) -> Costs:
@@ -181,7 +190,7 @@ class Process:
         """Return the ways that take turns, cut and chosen by a profile of the layers."""
         ranks, costs = self.table.ranks, self.of_layers
         times = times_of(self.layers, costs)
-        host = self.host.seconds(models.REPEATS)
+        host = self.host.seconds()
         grouped = partial(partitions.grouped, plan=self.layers, costs=costs, host=host)
         chain, both_ways = Placement.loop(ranks), Placement.both_ways(ranks)
         chosen = {
@@ -191,7 +200,8 @@ class Process:
             "dualpipe": grouped("dualpipe", levelled(both_ways, times)),
         }
         ways = {way: Way(each.name, each.schedule, each.plan, each.layers) for way, each in chosen.items()}
-        plan = Plan(Placement.vocabulary(ranks), self.table.microbatches, Edges.vocabulary(ranks))
+        pipeline, _ = self.model.in_parts()
+        plan = pipeline.plan(Placement.vocabulary(ranks), self.table.microbatches)
         return ways | {"vocabulary": Way("vocabulary-1f1b", vocabulary_1f1b, plan)}
 
     def costs(self, way: Way) -> Costs:
@@ -208,9 +218,8 @@ class Process:
     def step(self, way: Way) -> Callable[[], object]:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
         pipeline, params = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
-        plan = pipeline.plan(way.plan.placement, self.table.microbatches)
-        step = fpipe.value_and_grad(pipeline, way.schedule, plan, handler=self.handler, autodiff="graph")
-        own = pipeline.params_on(params, plan, self.handler.rank)
+        step = fpipe.value_and_grad(pipeline, way.schedule, way.plan, handler=self.handler, autodiff="graph")
+        own = pipeline.params_on(params, way.plan, self.handler.rank)
         return partial(step, own, *self.model.data(self.table.microbatches, in_parts))
 
 
