@@ -1,10 +1,12 @@
 """Simulated annealing of words of forwards and input gradients, whose waits weight gradients fill. No torch.
 
-A move takes a pass to a place nearby in its rank's word: most of them a pass on the critical path, since no other move
-makes the slowest rank faster. What a move costs is played, as `Filling.cost` plays it, from a state of the last play
-that is before the move, and no further than to where a rank has waited too long for it (Kirkpatrick et al.,
-"Optimization by simulated annealing", Science 220, 1983; van Laarhoven et al., "Job shop scheduling by simulated
-annealing", Operations Research 40, 1992). Invariants:
+A move takes a pass to a place nearby in its rank's word. Most of them take a pass on the critical path, since no other
+move makes the slowest rank faster. Of the passes that follow one another there on a rank, a block, the first and the
+last are moved into it, since what moves inside changes nothing (Nowicki and Smutnicki, "A fast taboo search algorithm
+for the job shop problem", Management Science 42, 1996). What a move costs is played, as `Filling.cost` plays it, from a
+state of the last play that is before the move, and no further than to where a rank has waited too long for it
+(Kirkpatrick et al., "Optimization by simulated annealing", Science 220, 1983; van Laarhoven et al., "Job shop
+scheduling by simulated annealing", Operations Research 40, 1992). Invariants:
 
 - A play depends on the words alone, not on the state that it goes on from.
 - What ends the search is a number of passes that are played, not time, so the result depends on the arguments alone.
@@ -13,6 +15,7 @@ annealing", Operations Research 40, 1992). Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from math import inf, log
 from random import Random
 from typing import NamedTuple
@@ -21,18 +24,18 @@ from fpipe.costs import ROUNDING
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
-FEW = 100_000  # passes in a round, unless there is time for more
+ROUNDS, PLAYED = 3, 500_000  # and passes in each, at less than a microsecond
+FEW = 100_000  # passes in a round, where many orders are annealed
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
-HOT = 0.5  # times the mean time of a pass, by which a cost may rise at first
-MEAN = 0.1  # the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level
-CRITICAL = 0.8  # of the moves
+HOT, ENDS = 0.25, 0.6  # as of `Moves`
+MEAN = 0.4  # the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level
+CRITICAL = 0.8  # of the moves that are not of ends
 SHARES = (0.0, 0.5)  # of the way from the bound to the least cost
-AWAY = (-3, -2, -1, 1, 2, 3)  # places
+AWAY = (1, 2, 3)  # places
 Rows = list[list[int]]  # words of slots, by rank
 Late = tuple[float, float]  # the time of a weight gradient, and the memory that it frees
-
 
 # A forward or an input gradient, in place: rank, time, what more its rank holds after it, its weight gradient, and hops
 # to readers on other ranks (slot, edge, time on it, latency). A plain tuple, since it is unpacked faster.
@@ -261,8 +264,30 @@ def in_order(played: Played, done: int, states: dict[int, State]) -> Played:
     return played._replace(order=order, states={n: state for n, state in states.items() if n <= done})
 
 
+class Moves(NamedTuple):
+    """How moves are drawn and kept.
+
+    Args:
+        seed: of what is random.
+        hot: times the mean time of a pass, by which a cost may rise at first.
+        ends: the share of moves that take a pass at the end of a block into it.
+    """
+
+    seed: int = 0
+    hot: float = HOT
+    ends: float = ENDS
+
+
+USUAL = Moves()
+
+
 def annealed(
-    filling: Filling, filled: Filled, bound: float, rounds: int = 2, played: int = FEW, seed: int = 0
+    filling: Filling,
+    filled: Filled,
+    bound: float,
+    rounds: int = ROUNDS,
+    played: int = PLAYED,
+    moves: Moves = USUAL,
 ) -> Filled:
     """Return the fastest filled words that annealing of their forwards and input gradients finds.
 
@@ -271,9 +296,8 @@ def annealed(
     Args:
         bound: at which no move is tried any more.
         played: passes in a round, at most; fewer for short words.
-        seed: of the choice of moves.
     """
-    rng, best = Random(seed), filled
+    rng, best = Random(moves.seed), filled
     for n in range(rounds):
         if best.cost <= bound * ROUNDED or best.cost == inf:
             break
@@ -281,7 +305,7 @@ def annealed(
         rows = player.rows([at for at in word if at < filling.count] for word in best.words)
         if (play := player.play(rows)) is None:
             continue
-        round_ = _Round(player, rows, play, rng)
+        round_ = _Round(player, rows, play, rng, moves)
         round_.run(bound, min(played, MOVES * len(player.steps) ** 2))
         if round_.least < best.cost * (1 - ROUNDING):
             best = min(best, filling.fill(player.words(round_.best), player.target), key=lambda each: each.cost)
@@ -293,31 +317,32 @@ class _Round:
 
     Args:
         rows, played, value: the words so far.
+        path: the passes on their critical path.
+        ends: the first and the last pass of each block of it, with the way into the block: 1 or -1.
         best, least: the best words, and their cost.
     """
 
-    def __init__(self, player: Player, rows: Rows, played: Played, rng: Random) -> None:
-        self.player, self.rng, self.rows, self.played = player, rng, [*rows], played
+    def __init__(self, player: Player, rows: Rows, played: Played, rng: Random, moves: Moves) -> None:
+        self.player, self.rng, self.moves, self.rows = player, rng, moves, [*rows]
         self.size = len(player.steps)
         self.busy = sum(player.filling.busy) / len(rows)
-        self.value, self.path = _value(played.spans), self._critical()
+        self._keep(played)
         self.best, self.least = [*rows], max(played.spans)
 
     def run(self, bound: float, budget: int) -> None:
         """Move passes, at a temperature that falls with the number of passes that have been played."""
-        hot = HOT * sum(time for time, *_ in self.player.steps) / self.size
+        hot = self.moves.hot * sum(time for time, *_ in self.player.steps) / self.size
         left = budget
         while left > 0 and self.least > bound * ROUNDED:
             left -= self._move(hot * left / budget)
 
     def _move(self, temperature: float) -> int:
         """Try a move, keep it with the probability of the Metropolis rule, and return how many passes were played."""
-        rng, random = self.rng, self.rng.random
-        slot = self.path[int(random() * len(self.path))] if random() < CRITICAL else int(random() * self.size)
+        slot, away = self._drawn()
         rank = self.player.rank_of[slot]
         row = self.rows[rank]
         a = row.index(slot)
-        b = a + rng.choice(AWAY)
+        b = a + away
         passed = row[a + 1 : b + 1] if b > a else row[max(0, b) : a]
         if not 0 <= b < len(row) or not self.player.tied[slot].isdisjoint(passed):
             return REFUSED
@@ -325,7 +350,7 @@ class _Round:
             return REFUSED
         order, same = moved
         done, state = self.player.state(self.rows, self.played, same)
-        most = self.value * ROUNDED - temperature * log(1 - random())
+        most = self.value * ROUNDED - temperature * log(1 - self.rng.random())
         least = self.player.target - (most - MEAN * self.busy)
         self.rows[rank] = [*row]
         self.rows[rank].insert(b, self.rows[rank].pop(a))
@@ -333,11 +358,33 @@ class _Round:
         if played is None or _value(played.spans) > most:
             self.rows[rank] = row
             return self.size - done
-        self.played = in_order(played, done, self.played.states)
-        self.value, self.path = _value(played.spans), self._critical()
+        self._keep(in_order(played, done, self.played.states))
         if max(played.spans) < self.least * (1 - ROUNDING):
             self.best, self.least = [*self.rows], max(played.spans)
         return 2 * (self.size - done)
+
+    def _keep(self, played: Played) -> None:
+        self.played, self.value = played, _value(played.spans)
+        self.path = self._critical()
+        self.ends = self._ends()
+
+    def _drawn(self) -> tuple[int, int]:
+        """Return a pass, and by how many places it moves."""
+        random, away = self.rng.random, self.rng.choice(AWAY)
+        if self.ends and random() < self.moves.ends:
+            slot, inwards = self.ends[int(random() * len(self.ends))]
+            return slot, inwards * away
+        slot = self.path[int(random() * len(self.path))] if random() < CRITICAL else int(random() * self.size)
+        return slot, away if random() < 0.5 else -away
+
+    def _ends(self) -> list[tuple[int, int]]:
+        """Return the first and the last pass of each block of the path, and the way into it."""
+        ends = list[tuple[int, int]]()
+        for _, group in groupby(self.path, self.player.rank_of.__getitem__):  # from the last pass back
+            last, *others = group
+            if others:
+                ends += (others[-1], 1), (last, -1)
+        return ends
 
     def _critical(self) -> list[int]:
         """Return the passes on a critical path: each starts when the one before ends, or its result arrives."""

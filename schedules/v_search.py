@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, product
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import FEW, Player, annealed
+from fpipe.schedules.annealing import ENDS, FEW, HOT, PLAYED, ROUNDS, Moves, Player, annealed
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -36,10 +36,9 @@ LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
 FINALISTS = 4
-ROUNDS, PLAYED = 3, 500_000  # of annealing, at about a microsecond for each pass that is played
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
-SHORT = 800  # forwards and input gradients, up to which an order of more microbatches is annealed as a whole, too
-SEEDS = (0, 1)  # with which it is
+SHORT = 800  # forwards and input gradients, up to which an order is annealed as a whole, too
+STARTS = [*product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0))]  # of which one or another leads further
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
 GAIN_OF_MORE = 1.01  # times that many moves make it faster than few, where that mattered
@@ -112,11 +111,10 @@ def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
     """Return the fastest of the orders that few and many moves lead to, and moves of a short order as a whole."""
     search, few = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
-    is_more = plan.microbatches > 2 * plan.ranks + EXTRA[-1]
-    for seed in SEEDS if is_more and 2 * plan.stages * plan.microbatches <= SHORT else ():
+    for seed, start in enumerate(STARTS if 2 * plan.stages * plan.microbatches <= SHORT else ()):
         if search.all.is_optimal(best):
             break
-        order = annealed(search.all.filling, search.best, search.all.bound, ROUNDS, PLAYED, seed)
+        order = annealed(search.all.filling, search.best, search.all.bound, moves=Moves(seed, *start))
         best = min(best, order, key=lambda filled: filled.cost)
     return best
 
@@ -334,7 +332,7 @@ def annealed_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
             cost, target = filling.best(blocks, (least, best.cost, inf))
             if cost < best.cost * (1 - ROUNDING):
                 best = filling.fill(blocks, target)
-    return annealed(filling, best, max(filling.busy), ROUNDS).words
+    return annealed(filling, best, max(filling.busy), ROUNDS, FEW).words
 
 
 def _without_weights(order: Order, ranks: int, microbatches: int) -> Words:
