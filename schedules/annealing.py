@@ -15,7 +15,7 @@ scheduling by simulated annealing", Operations Research 40, 1992). Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from math import inf, log
 from random import Random
 from typing import NamedTuple
@@ -29,8 +29,7 @@ FEW = 100_000  # passes in a round, where many orders are annealed
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
-HOT, ENDS = 0.25, 0.6  # as of `Moves`
-MEAN = 0.4  # the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level
+HOT, ENDS, MEAN = 0.25, 0.6, 0.4  # as of `Moves`
 CRITICAL = 0.8  # of the moves that are not of ends
 SHARES = (0.0, 0.5)  # of the way from the bound to the least cost
 AWAY = (1, 2, 3)  # places
@@ -271,14 +270,33 @@ class Moves(NamedTuple):
         seed: of what is random.
         hot: times the mean time of a pass, by which a cost may rise at first.
         ends: the share of moves that take a pass at the end of a block into it.
+        mean: the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level.
     """
 
     seed: int = 0
     hot: float = HOT
     ends: float = ENDS
+    mean: float = MEAN
 
 
 USUAL = Moves()
+OF_FEW = Moves(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4)
+"""For the order of few microbatches, in which a part is to be found that can be repeated."""
+KINDS_OF_MOVES = [Moves(seed, *each) for seed, each in enumerate(product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0)))]
+
+
+def annealed_each(filling: Filling, filled: Filled, bound: float) -> Filled:
+    """Return the fastest filled words that annealing finds with any of several kinds of moves, each from the beginning.
+
+    Args:
+        bound: as of `annealed`.
+    """
+    best = filled
+    for moves in KINDS_OF_MOVES:
+        if best.cost <= bound * ROUNDED:
+            break
+        best = min(best, annealed(filling, filled, bound, moves=moves), key=lambda each: each.cost)
+    return best
 
 
 def annealed(
@@ -351,11 +369,11 @@ class _Round:
         order, same = moved
         done, state = self.player.state(self.rows, self.played, same)
         most = self.value * ROUNDED - temperature * log(1 - self.rng.random())
-        least = self.player.target - (most - MEAN * self.busy)
+        least = self.player.target - (most - self.moves.mean * self.busy)
         self.rows[rank] = [*row]
         self.rows[rank].insert(b, self.rows[rank].pop(a))
         played = self.player.resume(self.rows, order, done, state, least)
-        if played is None or _value(played.spans) > most:
+        if played is None or self._value_of(played) > most:
             self.rows[rank] = row
             return self.size - done
         self._keep(in_order(played, done, self.played.states))
@@ -363,8 +381,11 @@ class _Round:
             self.best, self.least = [*self.rows], max(played.spans)
         return 2 * (self.size - done)
 
+    def _value_of(self, played: Played) -> float:
+        return max(played.spans) + self.moves.mean * sum(played.spans) / len(played.spans)
+
     def _keep(self, played: Played) -> None:
-        self.played, self.value = played, _value(played.spans)
+        self.played, self.value = played, self._value_of(played)
         self.path = self._critical()
         self.ends = self._ends()
 
@@ -403,7 +424,3 @@ class _Round:
             else:
                 n -= 1
         return path
-
-
-def _value(spans: Sequence[float]) -> float:
-    return max(spans) + MEAN * sum(spans) / len(spans)

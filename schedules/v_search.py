@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain, product
+from itertools import chain
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import ENDS, FEW, HOT, PLAYED, ROUNDS, Moves, Player, annealed
+from fpipe.schedules.annealing import FEW, OF_FEW, PLAYED, ROUNDS, Player, annealed, annealed_each
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -38,7 +38,6 @@ NEAR = 30  # blocks near the best ones
 FINALISTS = 4
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
 SHORT = 800  # forwards and input gradients, up to which an order is annealed as a whole, too
-STARTS = [*product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0))]  # of which one or another leads further
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
 GAIN_OF_MORE = 1.01  # times that many moves make it faster than few, where that mattered
@@ -111,12 +110,9 @@ def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
     """Return the fastest of the orders that few and many moves lead to, and moves of a short order as a whole."""
     search, few = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
-    for seed, start in enumerate(STARTS if 2 * plan.stages * plan.microbatches <= SHORT else ()):
-        if search.all.is_optimal(best):
-            break
-        order = annealed(search.all.filling, search.best, search.all.bound, moves=Moves(seed, *start))
-        best = min(best, order, key=lambda filled: filled.cost)
-    return best
+    if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
+        return best
+    return min(best, annealed_each(search.all.filling, search.best, search.all.bound), key=lambda filled: filled.cost)
 
 
 @lru_cache(maxsize=LIMITS)
@@ -228,13 +224,13 @@ class _Search:
             if self.all.is_optimal(best):
                 break
             if not more:
-                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played)
+                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played, OF_FEW)
                 if best is before:  # again, it would come to the same
                     break
                 continue
             way = self._ranked()[0]
             start = few.fastest(way.make(few.microbatches), way.fill, inf)
-            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played).words)
+            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played, OF_FEW).words)
             all_longer = (
                 stretched(words, period, more // period.microbatches)
                 for period in periods(words, few.starts(words))

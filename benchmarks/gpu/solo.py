@@ -97,6 +97,8 @@ def _values(
 class _Recorded:
     """Channels within a process that keep every payload."""
 
+    receives_copies = False
+
     def __init__(self) -> None:
         self.payloads: dict[tuple[fx.Value, int], Any] = {}
 
@@ -111,6 +113,8 @@ class _Recorded:
 
 class _Copies:
     """Channels of one rank without peers."""
+
+    receives_copies = True
 
     def __init__(
         self, values: dict[tuple[fx.Value, int], Any], programs: Programs, rank: int, device: torch.device

@@ -68,13 +68,8 @@ SIZES = [(8, 24), (8, 256), (16, 64), (16, 256), (32, 128), (32, 256)]
 NEAR = 1.001  # times the lower bound
 GAPS = {  # by p, m, times, deferred and limit over p, where the optimum is not known
     ((8, 24), TIMES[2], 1, 2.5): 1.0101,
-    ((8, 24), TIMES[3], 1, 3): 1.0045,
-    ((8, 24), TIMES[3], 0.5, 2): 1.0027,
-    ((8, 24), TIMES[3], 0.5, 2.5): 1.0036,
-    ((8, 24), TIMES[3], 0.5, 3): 1.0045,
     ((16, 64), TIMES[1], 0.5, 3): 1.0014,
-    ((16, 64), TIMES[2], 1, 2.5): 1.0102,
-    ((16, 64), TIMES[3], 1, 3): 1.0011,
+    ((16, 64), TIMES[2], 1, 2.5): 1.0096,
 }
 
 
@@ -232,7 +227,7 @@ def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, sl
             words, rows, played = moved, rows_moved, in_order(resumed, done, played.states)
 
 
-@pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86)])
+@pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86.5)])
 def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
     work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
     filling = Filling(work, Room.counted(work.plan, [limit] * 3))
