@@ -60,6 +60,8 @@ class Shuffled:
 class Mailbox:
     """Keeps each sent payload until its receiver takes it."""
 
+    receives_copies = False
+
     def __init__(self):
         self.payloads = defaultdict(list)
         self.sent = set()
