@@ -20,7 +20,6 @@ first call of a step, which traces every length, is not counted.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -80,7 +79,7 @@ def job(
         link,
         MICROBATCHES,
         timed.brief if kind == "timed" else predictions.idle,
-        size=math.prod(data(kind, LENGTH)[0].shape),
+        size=data(kind, LENGTH)[0].numel(),
     )
     for name in names:
         yield of_schedule(name, kind, sigmas, rounds, handler, link, host)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Key = TypeVar("Key")
 PINGS = 200  # messages there and back
 EXCHANGES, LARGE = 10, 16 << 20  # large messages, and the bytes of each
-SIZE = 32  # elements of an activation that takes no time
+SIZE = 32  # elements of a small activation
 REPEATS = 2  # steps of a profile that each prediction takes
 SEARCH = 600  # seconds that processes wait for the one that searches
 

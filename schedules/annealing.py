@@ -24,12 +24,12 @@ from fpipe.costs import ROUNDING
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
-ROUNDS, PLAYED = 3, 500_000  # and passes in each, at less than a microsecond
+ROUNDS, PLAYED = 3, 500_000  # rounds, and passes that each plays, at less than a microsecond
 FEW = 100_000  # passes in a round, where many orders are annealed
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
-HOT, ENDS, MEAN = 0.25, 0.6, 0.4  # as of `Moves`
+HOT, ENDS, MEAN = 0.25, 0.6, 0.4  # as of `Settings`
 CRITICAL = 0.8  # of the moves that are not of ends
 SHARES = (0.0, 0.5)  # of the way from the bound to the least cost
 AWAY = (1, 2, 3)  # places
@@ -263,14 +263,15 @@ def in_order(played: Played, done: int, states: dict[int, State]) -> Played:
     return played._replace(order=order, states={n: state for n, state in states.items() if n <= done})
 
 
-class Moves(NamedTuple):
-    """How moves are drawn and kept.
+class Settings(NamedTuple):
+    """The settings of simulated annealing.
 
     Args:
-        seed: of what is random.
-        hot: times the mean time of a pass, by which a cost may rise at first.
-        ends: the share of moves that take a pass at the end of a block into it.
-        mean: the weight of the ranks' mean span beside the largest one: it shows the way where the largest is level.
+        seed: of the random numbers.
+        hot: the temperature at first, in mean times of a pass.
+        ends: the share of moves that take the first or the last pass of a block of the critical path into the block.
+        mean: the weight of the ranks' mean span in the objective, beside the largest one. It shows the way where the
+            largest is level.
     """
 
     seed: int = 0
@@ -279,23 +280,23 @@ class Moves(NamedTuple):
     mean: float = MEAN
 
 
-USUAL = Moves()
-OF_FEW = Moves(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4)
-"""For the order of few microbatches, in which a part is to be found that can be repeated."""
-KINDS_OF_MOVES = [Moves(seed, *each) for seed, each in enumerate(product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0)))]
+USUAL = Settings()
+OF_FEW = Settings(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4)
+"""For an order of few microbatches, of which the search repeats a part."""
+STARTS = [Settings(seed, *each) for seed, each in enumerate(product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0)))]
 
 
-def annealed_each(filling: Filling, filled: Filled, bound: float) -> Filled:
-    """Return the fastest filled words that annealing finds with any of several kinds of moves, each from the beginning.
+def multistart(filling: Filling, filled: Filled, bound: float) -> Filled:
+    """Return the fastest filled words that annealing finds from the same words with each of several settings.
 
     Args:
         bound: as of `annealed`.
     """
     best = filled
-    for moves in KINDS_OF_MOVES:
+    for settings in STARTS:
         if best.cost <= bound * ROUNDED:
             break
-        best = min(best, annealed(filling, filled, bound, moves=moves), key=lambda each: each.cost)
+        best = min(best, annealed(filling, filled, bound, settings=settings), key=lambda each: each.cost)
     return best
 
 
@@ -305,7 +306,7 @@ def annealed(
     bound: float,
     rounds: int = ROUNDS,
     played: int = PLAYED,
-    moves: Moves = USUAL,
+    settings: Settings = USUAL,
 ) -> Filled:
     """Return the fastest filled words that annealing of their forwards and input gradients finds.
 
@@ -315,7 +316,7 @@ def annealed(
         bound: at which no move is tried any more.
         played: passes in a round, at most; fewer for short words.
     """
-    rng, best = Random(moves.seed), filled
+    rng, best = Random(settings.seed), filled
     for n in range(rounds):
         if best.cost <= bound * ROUNDED or best.cost == inf:
             break
@@ -323,7 +324,7 @@ def annealed(
         rows = player.rows([at for at in word if at < filling.count] for word in best.words)
         if (play := player.play(rows)) is None:
             continue
-        round_ = _Round(player, rows, play, rng, moves)
+        round_ = _Round(player, rows, play, rng, settings)
         round_.run(bound, min(played, MOVES * len(player.steps) ** 2))
         if round_.least < best.cost * (1 - ROUNDING):
             best = min(best, filling.fill(player.words(round_.best), player.target), key=lambda each: each.cost)
@@ -340,8 +341,8 @@ class _Round:
         best, least: the best words, and their cost.
     """
 
-    def __init__(self, player: Player, rows: Rows, played: Played, rng: Random, moves: Moves) -> None:
-        self.player, self.rng, self.moves, self.rows = player, rng, moves, [*rows]
+    def __init__(self, player: Player, rows: Rows, played: Played, rng: Random, settings: Settings) -> None:
+        self.player, self.rng, self.settings, self.rows = player, rng, settings, [*rows]
         self.size = len(player.steps)
         self.busy = sum(player.filling.busy) / len(rows)
         self._keep(played)
@@ -349,7 +350,7 @@ class _Round:
 
     def run(self, bound: float, budget: int) -> None:
         """Move passes, at a temperature that falls with the number of passes that have been played."""
-        hot = self.moves.hot * sum(time for time, *_ in self.player.steps) / self.size
+        hot = self.settings.hot * sum(time for time, *_ in self.player.steps) / self.size
         left = budget
         while left > 0 and self.least > bound * ROUNDED:
             left -= self._move(hot * left / budget)
@@ -369,7 +370,7 @@ class _Round:
         order, same = moved
         done, state = self.player.state(self.rows, self.played, same)
         most = self.value * ROUNDED - temperature * log(1 - self.rng.random())
-        least = self.player.target - (most - self.moves.mean * self.busy)
+        least = self.player.target - (most - self.settings.mean * self.busy)
         self.rows[rank] = [*row]
         self.rows[rank].insert(b, self.rows[rank].pop(a))
         played = self.player.resume(self.rows, order, done, state, least)
@@ -382,7 +383,7 @@ class _Round:
         return 2 * (self.size - done)
 
     def _value_of(self, played: Played) -> float:
-        return max(played.spans) + self.moves.mean * sum(played.spans) / len(played.spans)
+        return max(played.spans) + self.settings.mean * sum(played.spans) / len(played.spans)
 
     def _keep(self, played: Played) -> None:
         self.played, self.value = played, self._value_of(played)
@@ -392,7 +393,7 @@ class _Round:
     def _drawn(self) -> tuple[int, int]:
         """Return a pass, and by how many places it moves."""
         random, away = self.rng.random, self.rng.choice(AWAY)
-        if self.ends and random() < self.moves.ends:
+        if self.ends and random() < self.settings.ends:
             slot, inwards = self.ends[int(random() * len(self.ends))]
             return slot, inwards * away
         slot = self.path[int(random() * len(self.path))] if random() < CRITICAL else int(random() * self.size)

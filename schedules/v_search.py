@@ -21,7 +21,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import FEW, OF_FEW, PLAYED, ROUNDS, Player, annealed, annealed_each
+from fpipe.schedules.annealing import FEW, OF_FEW, PLAYED, ROUNDS, Player, annealed, multistart
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -107,12 +107,12 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
-    """Return the fastest of the orders that few and many moves lead to, and moves of a short order as a whole."""
+    """Return the fastest order that annealing finds: with few moves, with many, and of a short order by multi-start."""
     search, few = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
     if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
         return best
-    return min(best, annealed_each(search.all.filling, search.best, search.all.bound), key=lambda filled: filled.cost)
+    return min(best, multistart(search.all.filling, search.best, search.all.bound), key=lambda filled: filled.cost)
 
 
 @lru_cache(maxsize=LIMITS)
