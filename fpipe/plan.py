@@ -242,7 +242,8 @@ class Plan:
 
     Args:
         placement: stage -> ranks.
-        microbatches: their number; copies of a stage run equal consecutive blocks of them.
+        microbatches: their number; copies of a stage run them in turn (round robin: Narayanan et al., "PipeDream", SOSP
+            2019, section 3.2).
         edges: the DAG, a chain by default; `Pipeline.plan` fills it in.
         ties: groups of stages that share a parameter, e.g. `((0, 3),)`; filled in likewise.
         tokens: the tokens that a program generates for each prompt, a microbatch being some prompts; `generate` fills
@@ -370,18 +371,26 @@ class Plan:
     def rank_of(self, stage: int, microbatch: int) -> int:
         """Return the rank that runs a stage for a microbatch."""
         ranks = self.placement.holders[stage]
-        return ranks[microbatch * len(ranks) // self.microbatches]
+        return ranks[microbatch % len(ranks)]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the ranks of a stage: one, or one for each of its copies."""
         return self.placement.holders[stage]
 
     def microbatches_of(self, stage: int, rank: int) -> range:
-        """Return the microbatches that a rank runs through one of its stages."""
+        """Return the microbatches that a rank runs through one of its stages.
+
+        >>> plan = Plan(Placement([(0, 1), 2]), microbatches=6)
+        >>> [[*plan.microbatches_of(0, rank)] for rank in (0, 1)]
+        [[0, 2, 4], [1, 3, 5]]
+        """
         ranks = self.placement.holders[stage]
-        block = self.microbatches // len(ranks)
-        first = ranks.index(rank) * block
-        return range(first, first + block)
+        return range(ranks.index(rank), self.microbatches, len(ranks))
+
+    @cached_property
+    def cycle(self) -> int:
+        """The number of microbatches after which the ranks that run them are the same again; 1 without copies."""
+        return lcm(*map(len, self.placement.holders))
 
     def forward_order(self, stage: int, rank: int) -> list[tuple[int, int]]:
         """Return (microbatch, slice) of each forward of a stage on a rank, in order.
@@ -427,7 +436,7 @@ class Plan:
 
     def _chains(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], dict[int, int | None]]:
         """Return the terms of a stage, and the next higher consumer on the rank of each, which are kept."""
-        key = stage, microbatch // (self.microbatches // lcm(*map(len, self.placement.holders)))
+        key = stage, microbatch % self.cycle
         if key not in self._known_chains:
             lowest: dict[int, int] = {}  # by rank, in the order of the highest consumers
             higher: dict[int, int | None] = {}

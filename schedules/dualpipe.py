@@ -19,7 +19,7 @@ KINDS: dict[str, type[Forward | Backward | BackwardInput]] = {"F": Forward, "B":
 
 
 def dualpipe(rank: int, plan: Plan) -> Iterator[Effect]:
-    """Run half of the microbatches from either end of `Placement.both_ways(ranks)` (DeepSeek-V3 report, section 3.2.1).
+    """Run the microbatches in turn from either end of `Placement.both_ways(ranks)` (DeepSeek-V3 report, section 3.2.1).
 
     The number m of microbatches must be even. With PP stages and m < 2 PP - 2, the order is that of 2 PP - 2
     microbatches without the earliest of either direction.
@@ -34,10 +34,10 @@ def dualpipe(rank: int, plan: Plan) -> Iterator[Effect]:
 
     >>> from fpipe import Placement, Plan, draw
     >>> print(draw(dualpipe, Plan(Placement.both_ways(4), 6)))
-    rank 0  F0a     F1a     F2a     F3b     I3b     W3b     F4b     B4b     F5b&B0a B5b     I1a     W1a     I2a     W2a
-    rank 1  .       F0a     F3b     F1a     F4b     F2a     B3b     F5b&B0a B4b     B1a     I5b     I2a     W5b     W2a
-    rank 2  .       F3a     F0b     F4a     F1b     F5a     B0b     F2b&B3a B1b     B4a     I2b     I5a     W2b     W5a
-    rank 3  F3a     F4a     F5a     F0b     I0b     W0b     F1b     B1b     F2b&B3a B2b     I4a     W4a     I5a     W5a
+    rank 0  F0a     F2a     F4a     F1b     I1b     W1b     F3b     B3b     F5b&B0a B5b     I2a     W2a     I4a     W4a
+    rank 1  .       F0a     F1b     F2a     F3b     F4a     B1b     F5b&B0a B3b     B2a     I5b     I4a     W5b     W4a
+    rank 2  .       F1a     F0b     F3a     F2b     F5a     B0b     F4b&B1a B2b     B3a     I4b     I5a     W4b     W5a
+    rank 3  F1a     F3a     F5a     F0b     I0b     W0b     F2b     B2b     F4b&B1a B4b     I3a     W3a     I5a     W5a
     """
     if plan.ranks % 2 or plan.placement != Placement.both_ways(plan.ranks):
         raise ScheduleError(
@@ -73,10 +73,12 @@ def _folded(rank: int, plan: Plan, at: int, ranks: int) -> Iterator[Effect]:
     weight gradients of the last ones are delayed.
     """
     stages = plan.stages_on(rank)
-    first = {s: plan.microbatches_of(s, rank).start for s in stages}
-    microbatches = len(plan.microbatches_of(stages[0], rank))
+    own = {s: plan.microbatches_of(s, rank) for s in stages}
+    microbatches = len(own[stages[0]])
     missing = max(0, 2 * ranks - 1 - microbatches)
-    forwards, backwards = ([count(first[s] - missing) for s in stages] for _ in range(2))
+    forwards, backwards = (
+        [count(each.start - missing * each.step, each.step) for each in own.values()] for _ in range(2)
+    )
     deferred: deque[BackwardWeight] = deque()
 
     def effect(kind: str, chunk: str = "") -> Compute:
@@ -89,7 +91,7 @@ def _folded(rank: int, plan: Plan, at: int, ranks: int) -> Iterator[Effect]:
         return KINDS[kind](stage, m)
 
     for step in _eight_steps(at, ranks, microbatches + missing):
-        match [e for part in step.split("&") if (e := effect(*part)).microbatch >= first[e.stage]]:
+        match [e for part in step.split("&") if (e := effect(*part)).microbatch >= own[e.stage].start]:
             case [Forward() as forward, Backward() as backward]:
                 yield Overlap(forward, backward)
             case effects:

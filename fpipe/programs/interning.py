@@ -1,7 +1,8 @@
 """Map names to integer ids, so that millions of names need no hashing. No torch.
 
-A row of the table whose columns are `uniform` gives the same names for every microbatch of a block, except for the
-microbatch in them. It is read once for each kind, stage, slice and block of microbatches.
+Microbatches that run on the same copies are a block: each `plan.cycle`-th one. A row of the table whose columns are
+`uniform` gives the same names for every microbatch of a block, except for the microbatch in them. It is read once for
+each kind, stage, slice and block.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, repeat
-from math import lcm
 from operator import attrgetter
 from typing import Any
 
@@ -25,9 +25,9 @@ _CHUNK = 64  # microbatches whose ids are made at once
 
 
 class Interning:
-    """The ids of one plan's names. The ids of all microbatches of a family are consecutive.
+    """The ids of one plan's names. The ids of all microbatches of a family are consecutive, block by block.
 
-    `block`: a number of microbatches. Those from one multiple of it to the next run each stage on the same copy.
+    `block`: the number of microbatches of a block. Ids from one multiple of it to the next are of the same block.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Forward
@@ -40,12 +40,12 @@ class Interning:
 
     def __init__(self, plan: Plan, table: Table = TABLE) -> None:
         self.plan, self.table = plan, table
-        self.block = plan.microbatches // lcm(*map(len, plan.placement.holders))
+        self.block, self._cycle = plan.microbatches // plan.cycle, plan.cycle
         self._families: dict[type, tuple[Callable[[Any], Any], dict[Any, int], bool]] = {}
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         uniform = (kind for kind, row in table.effects.items() if _is_uniform(kind, row))
-        # Uniform kind -> stage and slice, as one number -> microbatch -> ids, of the two chunks of microbatches that
-        # were asked for last: copies of a stage take turns.
+        # Uniform kind -> stage and slice, as one number -> microbatch -> ids, of the chunks of microbatches that were
+        # asked for last: two of one block, or one of each, since blocks take turns.
         self._chunks: dict[type, dict[int, dict[int, Ids]]] = {kind: defaultdict(dict) for kind in uniform}
 
     def id(self, name: Any) -> int:
@@ -58,12 +58,15 @@ class Interning:
         if first is None:
             first = firsts[others(name)] = len(self._names) * self.plan.microbatches
             self._names.append(_at_microbatch(name))
-        return first + name.microbatch if moves else first
+        if not moves:
+            return first
+        m, cycle = name.microbatch, self._cycle
+        return first + m if cycle == 1 else first + m % cycle * self.block + m // cycle
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
-        family, microbatch = divmod(id_, self.plan.microbatches)
-        return self._names[family](microbatch)
+        family, at = divmod(id_, self.plan.microbatches)
+        return self._names[family](at % self.block * self._cycle + at // self.block)
 
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
@@ -85,18 +88,19 @@ class Interning:
 
     def _chunk(self, ids: dict[int, Ids], effect: Any) -> Ids:
         """Make the ids of the chunk of microbatches, within a block, that has the effect's."""
-        at = effect.microbatch % self.block % _CHUNK
-        first = effect.microbatch - at
-        count = min(_CHUNK, self.block - first % self.block)
+        cycle = self._cycle
+        at = effect.microbatch // cycle % _CHUNK
+        first = effect.microbatch - at * cycle
+        count = min(_CHUNK, self.block - first // cycle)
         columns = ([self._consecutive(name, at, count) for name in names] for names in self._names_of(effect))
         rows = [zip(*column, strict=True) if column else repeat((), count) for column in columns]
-        if len(ids) > _CHUNK:
+        if len(ids) > _CHUNK * max(1, cycle - 1):
             ids.clear()
-        ids.update(zip(range(first, first + count), zip(*rows, strict=True), strict=True))
+        ids.update(zip(range(first, first + count * cycle, cycle), zip(*rows, strict=True), strict=True))
         return ids[effect.microbatch]
 
     def _consecutive(self, name: Any, at: int, count: int) -> Iterable[int]:
-        """Return the ids of a name for consecutive microbatches, among which its own is number `at`."""
+        """Return the ids of a name for consecutive microbatches of a block, among which its own is number `at`."""
         id_ = self.id(name)
         return range(id_ - at, id_ - at + count) if hasattr(name, "microbatch") else repeat(id_, count)
 

@@ -492,7 +492,7 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
             blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
 
     for stage in range(plan.stages):
-        for m, t in product(range(0, plan.microbatches, block), range(plan.slices)):
+        for m, t in product(range(plan.cycle), range(plan.slices)):
             if Activation in kinds:
                 add(Activation(stage, m, t), block)
             for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():

@@ -395,13 +395,18 @@ def test_a_schedule_keeps_its_own_communication():
 
 @pytest.mark.parametrize(
     "microbatches",
-    [range(511, -1, -1), [m for pair in zip(range(256), range(256, 512), strict=True) for m in pair]],
-    ids=["backwards", "two copies in turn"],
+    [
+        range(511, -1, -1),
+        range(512),
+        [m for pair in zip(range(0, 512, 4), range(2, 512, 4), strict=True) for m in pair],
+    ],
+    ids=["backwards", "copies in turn", "one of them"],
 )
-def test_ids_are_made_a_chunk_at_a_time_in_any_order(microbatches, monkeypatch):
-    interning, rows = Interning(Plan(Placement.both_ways(2), 512)), []
+@pytest.mark.parametrize("placement", [Placement.both_ways(2), Placement([(0, 1, 2, 3), 4, 5, 6])], ids=[2, 4])
+def test_ids_are_made_a_chunk_at_a_time_in_any_order(placement, microbatches, monkeypatch):
+    interning, rows = Interning(Plan(placement, 512)), []
     names = interning._names_of
     monkeypatch.setattr(interning, "_names_of", lambda effect: rows.append(effect) or names(effect))
     gives = {m: interning.ids(Forward(0, m))[1] for m in microbatches}
-    assert gives == {m: tuple(map(interning.id, TABLE.gives(Forward(0, m), interning.plan))) for m in range(512)}
+    assert gives == {m: tuple(map(interning.id, TABLE.gives(Forward(0, m), interning.plan))) for m in microbatches}
     assert len(rows) <= 2 * 512 / 64

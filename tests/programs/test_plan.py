@@ -121,19 +121,19 @@ def test_without_copies_a_rank_runs_every_microbatch_of_its_stages():
     assert [plan.microbatches_of(s, r) for s, r in ((0, 0), (1, 1), (2, 0))] == [range(2)] * 3
 
 
-def test_copies_of_a_stage_take_equal_consecutive_blocks_of_microbatches():
+def test_copies_of_a_stage_take_microbatches_in_turn():
     plan = Plan(Placement.both_ways(2), 4)
-    assert grid(plan) == [[[0], [0], [1], [1]], [[1], [1], [0], [0]]]
-    assert [plan.microbatches_of(0, rank) for rank in (0, 1)] == [range(2), range(2, 4)]
-    assert [plan.microbatches_of(1, rank) for rank in (0, 1)] == [range(2, 4), range(2)]
+    assert grid(plan) == [[[0], [1], [0], [1]], [[1], [0], [1], [0]]]
+    assert [plan.microbatches_of(0, rank) for rank in (0, 1)] == [range(0, 4, 2), range(1, 4, 2)]
+    assert [plan.microbatches_of(1, rank) for rank in (0, 1)] == [range(1, 4, 2), range(0, 4, 2)]
 
 
 def test_a_stage_may_have_copies_where_another_has_none():
     plan = Plan(Placement([0, (2, 0, 1), 1]), 6)
     assert grid(plan) == [
-        [[0], [0], [0, 1], [0, 1], [0], [0]],
-        [[2], [2], [2], [2], [1, 2], [1, 2]],
-        [[1], [1], [], [], [], []],
+        [[0], [0, 1], [0], [0], [0, 1], [0]],
+        [[2], [2], [1, 2], [2], [2], [1, 2]],
+        [[1], [], [], [1], [], []],
     ]
 
 

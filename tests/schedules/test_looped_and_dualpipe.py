@@ -70,8 +70,8 @@ LOOPED = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb
             dualpipe,
             Plan(Placement.both_ways(2), 6),
             """
-            rank 0  F0a     F3b     F1a     B3b     F4b&B0a F2a&B4b F5b&B1a B5b     I2a     W2a
-            rank 1  F3a     F0b     F4a     B0b     F1b&B3a F5a&B1b F2b&B4a B2b     I5a     W5a
+            rank 0  F0a     F1b     F2a     B1b     F3b&B0a F4a&B3b F5b&B2a B5b     I4a     W4a
+            rank 1  F1a     F0b     F3a     B0b     F2b&B1a F5a&B2b F4b&B3a B4b     I5a     W5a
             """,
         ),
         (

@@ -557,8 +557,8 @@ class _CompiledProgram:
         """Send gathered outputs to every rank."""
         grid, rank = self.connections.grid, self.connections.rank
         known = [self.channels.outputs_of(r) for r in range(grid.replicas)]
-        for home, block in self.losses.blocks:
-            for m in block:
+        for home, units in self.losses.runs:
+            for m in units:
                 output = flatten(results.outputs[m]) if home == rank else None
                 replica, at = divmod(m, self.plan.units)
                 purpose, before = f"gathering the outputs of microbatch {m}", known[replica][at]

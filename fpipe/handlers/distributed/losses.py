@@ -40,18 +40,17 @@ class Losses:
     """The losses of one program.
 
     Attributes:
-        blocks: the processes that run the last stage, and the microbatches or slices of each, over all replicas.
+        runs: the processes that run the last stage, and the microbatches or slices of each, over all replicas.
     """
 
     def __init__(self, channels: Channels, plan: Plan) -> None:
         self.channels, self.plan, self.connections = channels, plan, channels.connections
         self.grid, last = channels.connections.grid, plan.stages - 1
-        self.blocks: list[tuple[int, range]] = []
+        self.runs: list[tuple[int, list[int]]] = []
         for replica in range(self.grid.replicas):
             for holder in plan.placement.holders[last]:
-                first, own = replica * plan.units, plan.microbatches_of(last, holder)
-                units = range(first + plan.unit(own.start), first + plan.unit(own.stop))
-                self.blocks.append((self.grid.process(holder, replica), units))
+                units = [replica * plan.units + plan.unit(m, t) for m, t in plan.forward_order(last, holder)]
+                self.runs.append((self.grid.process(holder, replica), units))
         self._posted: _Posted | None = None
 
     def clear(self) -> None:
@@ -90,7 +89,7 @@ class Losses:
                     self._check_scales(scales)
         elif inputs.loss_scale is not None:
             every = torch.where((scales == scales[0]).all(), every, torch.nan)
-        return {m: every[home][m % count] for home, block in self.blocks for m in block}
+        return {m: every[home][m % count] for home, units in self.runs for m in units}
 
     def _post(self, results: Results, inputs: Inputs) -> _Posted:
         losses, dtype = results.losses, self.channels.known.loss_dtype
@@ -128,7 +127,7 @@ class Losses:
         """Share the dtype of the losses, which other ranks do not know yet."""
         known = self.channels.known
         self.channels.has_learned()
-        for home, _ in self.blocks:
+        for home, _ in self.runs:
             payload: Any = None
             if home == self.connections.rank:
                 payload = flatten((next(iter(results.losses.values())).dtype,))
