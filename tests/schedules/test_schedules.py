@@ -8,7 +8,7 @@ from fpipe import Edges, Placement, Plan, ScheduleError, draw, lower
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Overlap
 from fpipe.programs.interleaving import interleave
 from fpipe.programs.lowering import wavefront
-from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b
+from fpipe.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from tests.support.combinations import few, sample
 
 
@@ -53,8 +53,8 @@ def overlapped_by_hand(rank, plan):
             gpipe,
             Plan(Placement.both_ways(2), 4),
             """
-            rank 0  F0a F1a F2b F3b B2b B3b B0a B1a
-            rank 1  F2a F3a F0b F1b B0b B1b B2a B3a
+            rank 0  F0a F2a F1b F3b B1b B3b B0a B2a
+            rank 1  F1a F3a F0b F2b B0b B2b B1a B3a
             """,
         ),
         (
@@ -253,10 +253,10 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(p, v):
 @pytest.mark.parametrize(
     ("schedule", "placement", "message"),
     [
-        (one_f_one_b, Placement.v(2), r"one stage on each rank and no copies, not Placement\(\(0, 1, 1, 0\)\)"),
+        (one_f_one_b, Placement.v(2), r"one stage on each rank, not Placement\(\(0, 1, 1, 0\)\)"),
         (one_f_one_b, Placement.loop(2, 2), r"take Placement\.loop\(2\), or interleaved_1f1b for several chunks"),
-        (one_f_one_b, Placement.both_ways(2), "no copies, not Placement"),
-        (one_f_one_b, Placement([(0, 1)]), r"no copies, not Placement\(\(\(0, 1\),\)\)"),
+        (one_f_one_b, Placement.both_ways(2), "one stage on each rank, not Placement"),
+        (zb_h1, Placement([(0, 1)]), r"one stage on each rank and no copies, not Placement\(\(\(0, 1\),\)\)"),
         (interleaved_1f1b, Placement.v(2), r"wants Placement\.loop\(2, chunks\), not Placement\(\(0, 1, 1, 0\)\)"),
         (interleaved_1f1b, Placement.both_ways(2), r"wants Placement\.loop\(2, chunks\)"),
         (interleaved_1f1b, Placement((1, 0)), r"wants Placement\.loop\(2, chunks\), not Placement\(\(1, 0\)\)"),
