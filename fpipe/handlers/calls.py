@@ -108,7 +108,7 @@ class Step:
         others: the job's processes that have this rank in the other replicas.
         scattered: stage -> function that returns its sums over all replicas; waits for them.
         foreign: (stage, rank) -> leaves of that rank's sum, as received.
-        gradients: of the entries of the params that are updated already.
+        gradients: of the entries of the params whose sums over copies and ties are complete.
         seeds: number of a slice, counted over all microbatches -> cotangents of the last stage's output.
         carried: (stage, the same number) -> the number of leaves that the stage passes on to the next slice.
         begun: (stage, the same number) -> the stage's state, and the states of the generators without `rng`, when the
@@ -657,24 +657,40 @@ class Calls:
             for stage, rank in self.plan.sharers(e.stage)
             if rank != self.rank
         ]
+        add = self._total(e.stage)
 
         def call() -> None:
             for sharer, slot in foreign:
                 self.step.foreign[sharer] = slots[slot]
+            if foreign:  # while other ranks' sums of other stages arrive
+                add()
 
         return call
 
     def _update(self, e: fx.Update) -> Instruction:
-        shared = {e.stage, *(stage for stage, rank in self.plan.sharers(e.stage) if rank == self.rank)}
+        add = self._total(e.stage)
 
         def call() -> None:
             step = self.step
-            update, sums = step.inputs.update, [step.sums[stage] for stage in shared if stage in step.sums]
-            # Parts of sums over processes are added at the end, those of all stages in one reduction.
-            if update is not None and not any(each.parts.leaves for each in sums):
-                gradients = self.gradients_of([e.stage], step, shared)
-                update(gradients)
-                step.gradients |= gradients
+            if step.inputs.update is not None and add():
+                step.inputs.update({e.stage: step.gradients[e.stage]})
+
+        return call
+
+    def _total(self, stage: int) -> Callable[[], bool]:
+        """Return a function that puts a stage's gradients into the step, once; it returns whether they are there.
+
+        Parts of sums over processes are added at the end, those of all stages in one reduction.
+        """
+        shared = {stage, *(other for other, rank in self.plan.sharers(stage) if rank == self.rank)}
+
+        def call() -> bool:
+            step = self.step
+            if any(step.sums[each].parts.leaves for each in shared if each in step.sums):
+                return False
+            if stage not in step.gradients:
+                step.gradients |= self.gradients_of([stage], step, shared)
+            return True
 
         return call
 
