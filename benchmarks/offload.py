@@ -107,7 +107,9 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     host = predictions.Host(handler, ranks, link, microbatches, stage, size=batch[:one].numel())
 
     def profile(repeats: int) -> Costs:
-        costs = fpipe.profile(pipeline, params, batch[:one], target[:one], repeats=repeats, **options)
+        count = 1 if name == "timed" else models.PROFILED
+        rows, numbers = slice(count * one), {"microbatches": count, "repeats": repeats}
+        costs = fpipe.profile(pipeline, params, batch[rows], target[rows], **numbers, **options)
         return replace(costs, communication=link)
 
     costs = profile(models.REPEATS)
