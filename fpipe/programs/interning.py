@@ -60,8 +60,8 @@ class Interning:
             self._names.append(_at_microbatch(name))
         if not moves:
             return first
-        m, cycle = name.microbatch, self._cycle
-        return first + m if cycle == 1 else first + m % cycle * self.block + m // cycle
+        m: int = name.microbatch
+        return first + (m if self._cycle == 1 else m % self._cycle * self.block + m // self._cycle)
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
