@@ -159,10 +159,10 @@ class Flights:
         )
 
     def _unlike(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Return the first of each kind of microbatches, and how many there are of it."""
-        first, counts = dict[tuple[float, float], int](), dict[int, int]()
+        """Return the first of each kind of microbatches on the same copies, and how many there are of it."""
+        first, counts = dict[tuple[float, float, int], int](), dict[int, int]()
         for m in numbers:
-            at = first.setdefault(self.kinds[m], m)
+            at = first.setdefault((*self.kinds[m], m % self.plan.cycle), m)
             counts[at] = counts.get(at, 0) + 1
         return counts
 
