@@ -15,7 +15,7 @@ scheduling by simulated annealing", Operations Research 40, 1992). Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from math import inf, log
 from random import Random
 from typing import NamedTuple
@@ -93,12 +93,14 @@ class Player:
     def __init__(self, filling: Filling, target: float) -> None:
         events = [event for each in filling.events for event in each]
         self.filling, self.target, self.rank_of = filling, target, [event.rank for event in events]
+        self.pass_of = [event.at for event in events]
         self.limits = [limit * ROUNDED for limit in filling.room.limits]
         self.tied = [{event.slot} for event in events]
         self.sources, self.readers = ([list[int]() for _ in events] for _ in range(2))
+        for before, event in pairwise(events):
+            if before.at == event.at:
+                self._tie(before.slot, event.slot)
         for event in events:
-            if event.slot % filling.plan.microbatches:
-                self._tie(event.slot, event.slot - 1)
             for reader, edge, _, _ in event.hops:
                 if edge < 0:
                     self._tie(event.slot, reader)
@@ -141,7 +143,7 @@ class Player:
 
     def words(self, rows: Rows) -> Words:
         """Return words of slots as words of passes."""
-        return [[slot // self.filling.plan.microbatches for slot in row] for row in rows]
+        return [[self.pass_of[slot] for slot in row] for row in rows]
 
     def play(self, rows: Rows) -> Played | None:
         """Play words from the beginning; None if ranks wait for each other or for memory."""

@@ -224,7 +224,7 @@ class Chain:
         self._sums = [[[0.0] * 3] for _ in (FORWARD, INPUT)]  # of the passes and transfers of the stages up to one
         for kind, s in product((FORWARD, INPUT), range(count)):
             at = count + s if kind == INPUT else s - 1
-            hops = [hop for hop in work.hops[at] if hop.edge] if s else []
+            hops = [hop for hop in work.hops[at][0] if hop.edge] if s else []
             more = work.times[kind * count + s], sum(hop.latency for hop in hops), sum(hop.wire for hop in hops)
             self._sums[kind].append([a + b for a, b in zip(self._sums[kind][-1], more, strict=True)])
         kinds = zip(self.scale, self.sizes, strict=True)

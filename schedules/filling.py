@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Event(NamedTuple):
     """A forward or an input gradient, in place.
 
     Args:
-        slot: in the list of arrivals.
+        slot: its number among all, pass by pass.
         grows: how much more its rank holds after it.
         late: its weight gradient: time, memory that it frees, pass.
         hops: slots of its readers: slot, edge, time on the edge, latency; -1 for an edge within the rank.
@@ -61,37 +62,40 @@ class Filling:
         plan = work.plan
         self.work, self.room, self.plan = work, room, plan
         self.busy = [work.total(rank) for rank in range(plan.ranks)]
-        self.count = WEIGHT * plan.stages  # of the passes that words have
-        edges = sorted({hop.edge for hops in work.hops for hop in hops if hop.edge})
+        self.count = WEIGHT * work.count  # of the passes that words have
+        edges = sorted({hop.edge for each in work.hops for hops in each for hop in hops if hop.edge})
         self._edges = {edge: n for n, edge in enumerate(edges)}
-        self._missing = [n for n in work.inputs[: self.count] for _ in range(plan.microbatches)]
-        self._rank = [plan.rank_of(at % plan.stages, 0) for at in range(self.count)]
-        self.events = [[self._event(at, m) for m in range(plan.microbatches)] for at in range(self.count)]
+        self._own = [work.microbatches(at) for at in range(self.count)]
+        self._first = [0, *accumulate(map(len, self._own))]
+        self.events = [[self._event(at, m) for m in own] for at, own in enumerate(self._own)]
+        self._rank = [event.rank for each in self.events for event in each]
+        self._missing = [work.inputs[at][m % plan.cycle] for at, own in enumerate(self._own) for m in own]
+
+    def _slot(self, at: int, m: int) -> int:
+        return self._first[at] + self._own[at].index(m)
 
     def _event(self, at: int, m: int) -> Event:
-        work, room, (kind, stage) = self.work, self.room, divmod(at, self.plan.stages)
-        rank, weight = self._rank[at], WEIGHT * self.plan.stages + stage
-        residuals, deferred = (size[stage] * room.sizes[m] for size in (room.residuals, room.deferred))
+        work, room, (kind, place) = self.work, self.room, divmod(at, self.work.count)
+        rank, weight = work.places[place].rank, WEIGHT * work.count + place
+        residuals, deferred = (size[place] * room.sizes[m] for size in (room.residuals, room.deferred))
         late, grows = None, residuals
         if kind == INPUT:
             grows, late = deferred - residuals, (work.times[weight] * work.scale[m], deferred, weight)
         hops = tuple(
             (
-                hop.target * self.plan.microbatches + m,
+                self._slot(hop.target, m),
                 -1 if hop.edge is None else self._edges[hop.edge],
                 hop.wire * work.sizes[m],
                 hop.latency,
             )
-            for hop in work.hops[at]
+            for hop in work.hops[at][m % self.plan.cycle]
             if hop.target < self.count
         )
-        slot, time = at * self.plan.microbatches + m, work.times[at] * work.scale[m]
-        return Event(rank, at, slot, time, grows, late, hops)
+        return Event(rank, at, self._slot(at, m), work.times[at] * work.scale[m], grows, late, hops)
 
     def sequence(self, words: Words) -> list[Event] | None:
         """Return the events of words in a topological order; None if ranks wait for each other, or for a value."""
-        missing, m = self._missing.copy(), self.plan.microbatches
-        rows = []
+        missing, rows = self._missing.copy(), []
         for word in words:
             left = {at: iter(self.events[at]) for at in set(word)}
             rows.append([next(left[at]) for at in word])
@@ -107,7 +111,7 @@ class Filling:
                     break
                 for target, _, _, _ in event.hops:
                     missing[target] -= 1
-                    if not missing[target] and (reader := rank_of[target // m]) != rank:
+                    if not missing[target] and (reader := rank_of[target]) != rank:
                         turns.append(reader)
             else:
                 n = len(row)

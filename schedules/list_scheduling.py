@@ -26,19 +26,22 @@ class ListScheduler:
     """The state of all ranks while passes are placed. Times of what has not been placed are infinite.
 
     Args:
-        done: by pass, how many microbatches have started.
+        numbers: by pass, its microbatches, and twice a number that is none, for those after the last one.
+        done: by pass, how many of them have started.
         until: the kind of pass that ends a flight.
         live: by rank, how many chunks that have a backward are between the start of their forward and that pass.
         order: by rank, the passes placed.
     """
 
-    def __init__(self, work: Work, microbatches: int, until: int = WEIGHT) -> None:
+    def __init__(self, work: Work, until: int = WEIGHT) -> None:
         self.until = until
-        ranks, passes = work.plan.ranks, len(work.times)
-        self.work, self.plan = work, work.plan
+        ranks, passes, microbatches = work.plan.ranks, len(work.times), work.plan.microbatches
+        self.work, self.plan, self.cycle = work, work.plan, work.plan.cycle
+        self.numbers = [[*work.microbatches(at), microbatches, microbatches] for at in range(passes)]
         self.done, self.live = [0] * passes, [0] * ranks
         self.ready = [[0.0] * microbatches + [inf] for _ in work.inputs]  # the latest known arrival of an input
-        self.missing = [[count] * microbatches + [0] for count in work.inputs]  # inputs without a known arrival
+        cycles = microbatches // self.cycle
+        self.missing = [[*counts * cycles, 0] for counts in work.inputs]  # inputs without a known arrival
         self.order: list[list[int]] = [[] for _ in range(ranks)]
         self.began, self.free = [inf] * ranks, [0.0] * ranks
         self.sent: dict[tuple[int, int], float] = {}  # when the last bytes have left, by edge
@@ -60,16 +63,16 @@ class ListScheduler:
 
     def _place(self, at: int, rank: int, now: float) -> list[tuple[float, int]]:
         """Start a pass, and return when ranks have to choose because of it."""
-        microbatch = self.done[at]
+        microbatch = self.numbers[at][self.done[at]]
         end = now + self.work.times[at] * self.work.scale[microbatch]
-        kind, stage = divmod(at, self.plan.stages)
+        kind, place = divmod(at, self.work.count)
         self.done[at] += 1
-        if self.plan.is_differentiated(stage):
+        if self.plan.is_differentiated(self.work.places[place].stage):
             self.live[rank] += (kind == FORWARD) - (kind == self.until)
         self.order[rank].append(at)
         self.began[rank], self.free[rank] = min(self.began[rank], now), end
         events = [(end, rank)]
-        for target, reader, edge, wire, latency in self.work.hops[at]:
+        for target, reader, edge, wire, latency in self.work.hops[at][microbatch % self.cycle]:
             arrival = end
             if edge is not None:
                 self.sent[edge] = max(end, self.sent.get(edge, 0.0)) + wire * self.work.sizes[microbatch]
@@ -82,13 +85,13 @@ class ListScheduler:
 
     def arrival(self, at: int) -> float:
         """Return when the last input of a pass's next microbatch arrives, as far as known; infinite after the last."""
-        microbatch = self.done[at]
+        microbatch = self.numbers[at][self.done[at]]
         return inf if self.missing[at][microbatch] else self.ready[at][microbatch]
 
 
 def follow(words: Words, work: Work) -> float:
     """Return the cost of words with their weight gradients."""
-    state = ListScheduler(work, work.plan.microbatches)
+    state = ListScheduler(work)
 
     def choose(rank: int, now: float) -> int | None:
         word, done = words[rank], len(state.order[rank])
@@ -121,7 +124,7 @@ RULES = tuple(Rules(*choice) for choice in product(FIRST, (0.0, 0.5, 1.0), (0.0,
 def greedy(
     work: Work, limits: Sequence[float], rules: Iterable[Rules] = RULES, until: int = WEIGHT
 ) -> Iterator[Filled]:
-    """Yield the order that each of the rules leads to, on any DAG and any placement without copies.
+    """Yield the order that each of the rules leads to, on any DAG and any placement.
 
     Args:
         limits: the most microbatches in flight on each rank, at least 1; a chunk of v counts 1/v.
@@ -132,7 +135,7 @@ def greedy(
     [[[0, 1, 2, 0, 1, 2]]]
     """
     for rule in rules:
-        choice = _Greedy(ListScheduler(work, work.plan.microbatches, until), limits, rule)
+        choice = _Greedy(ListScheduler(work, until), limits, rule)
         yield Filled(choice.state.run(choice.choose), choice.state.order)
 
 
@@ -143,25 +146,30 @@ class _Greedy:
         passes: by rank its forwards, the passes that run backward as soon as they can, and those that can be late. A
             stage with weight gradients alone has them among the former.
         pairs: by rank the forward, and the pass that ends its flight, of each stage that has a backward.
+        run: by rank, which of its pairs run a microbatch, by its number modulo `plan.cycle`.
         absent: by rank the passes that do not exist, which are placed at once.
     """
 
     def __init__(self, state: ListScheduler, limits: Sequence[float], rules: Rules) -> None:
-        plan, self.state, self.rules = state.plan, state, rules
-        stages = [plan.stages_on(rank) for rank in range(plan.ranks)]
+        plan, work, self.state, self.rules = state.plan, state.work, state, rules
+        places = [work.on(rank) for rank in range(plan.ranks)]
         self.limits = [
-            int(min(n, plan.microbatches) * len(s) * (1 + ROUNDING)) for n, s in zip(limits, stages, strict=True)
+            int(min(n, plan.microbatches) * len(own) * (1 + ROUNDING)) for n, own in zip(limits, places, strict=True)
         ]
         self.passes, self.pairs, self.absent = list[list[list[int]]](), list[list[tuple[int, int]]](), list[list[int]]()
-        for local in stages:
-            forwards, inputs, weights = ([kind * plan.stages + s for s in local] for kind in range(3))
-            absent = [at for at in (*inputs, *weights) if at in state.work.absent]
+        self.run = list[list[list[int]]]()
+        for own in places:
+            forwards, inputs, weights = ([kind * work.count + place for place in own] for kind in range(3))
+            absent = [at for at in (*inputs, *weights) if at in work.absent]
             early = [w if i in absent else i for i, w in zip(inputs, weights, strict=True)]
             late = [w for w in weights if w not in (*early, *absent)]
             self.passes.append([forwards, [at for at in early if at not in absent], late])
-            differentiated = map(plan.is_differentiated, local)
+            differentiated = [plan.is_differentiated(work.places[place].stage) for place in own]
             ends = weights if state.until == WEIGHT else inputs
-            self.pairs.append(list(compress(zip(forwards, ends, strict=True), differentiated)))
+            pairs = list(compress(zip(forwards, ends, strict=True), differentiated))
+            self.pairs.append(pairs)
+            own_of = [work.microbatches(forward) for forward, _ in pairs]
+            self.run.append([[n for n, each in enumerate(own_of) if m in each] for m in range(plan.cycle)])
             self.absent.append(absent)
         self.turn = [FORWARD] * plan.ranks
 
@@ -177,7 +185,7 @@ class _Greedy:
 
     def _choose(self, rank: int, now: float) -> int | None:
         forwards, inputs, weights = self.passes[rank]
-        times, done, stages = self.state.work.times, self.state.done, self.state.plan.stages
+        times, done, count = self.state.work.times, self.state.done, self.state.work.count
         forward_start, forward = self._next((at for at in reversed(forwards) if self._room(rank, at)), now)
         input_start, backward = self._next(inputs, now)
         first = {"turn": self.turn[rank], "forward": FORWARD, "input": INPUT}[self.rules.first]
@@ -189,7 +197,7 @@ class _Greedy:
                 return forward
             wait = input_start
         for at in weights:
-            if done[at] < done[at - stages] and wait - now >= self.rules.patience * times[at]:
+            if done[at] < done[at - count] and wait - now >= self.rules.patience * times[at]:
                 return at
         return None
 
@@ -205,18 +213,20 @@ class _Greedy:
     def _room(self, rank: int, forward: int) -> bool:
         """Whether a rank has room for this forward, and can then still finish the older microbatches first."""
         pairs = self.pairs[rank]
-        free, done = self.limits[rank] - self.state.live[rank] - 1, self.state.done
+        free, done, numbers = self.limits[rank] - self.state.live[rank] - 1, self.state.done, self.state.numbers
         if not any(forward == at for at, _ in pairs):
             return True
         if free < 0 or free >= len(pairs) - 1:  # a microbatch that has begun needs at most that many more chunks
             return free >= 0
-        begun = [done[at] + (at == forward) for at, _ in pairs]
-        ended = [done[at] for _, at in pairs]
+        begun = [numbers[at][done[at] + (at == forward)] for at, _ in pairs]
+        ended = [numbers[at][done[at]] for _, at in pairs]
+        run, cycle = self.run[rank], self.state.cycle
         for microbatch in range(min(ended), max(begun)):
-            inside = sum(microbatch < b for b in begun)
-            if free < len(pairs) - inside:
+            run_it = run[microbatch % cycle]
+            inside = sum([microbatch < begun[n] for n in run_it])
+            if free < len(run_it) - inside:
                 return False
-            free += inside - sum(microbatch < e for e in ended)
+            free += inside - sum([microbatch < ended[n] for n in run_it])
             if free >= len(pairs) - 1:
                 return True
         return True

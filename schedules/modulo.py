@@ -150,15 +150,16 @@ def _free(begin: float, time: float, period: float, busy: Sequence[tuple[float, 
 
 def _in_order(work: Work, count: int) -> list[Placed]:
     """Return the forwards and input gradients in topological order."""
-    missing, ready = work.inputs[:count], [at for at in range(count) if not work.inputs[at]]
+    missing = [inputs for (inputs,) in work.inputs[:count]]
+    ready = [at for at in range(count) if not missing[at]]
     sources: list[list[tuple[int, float]]] = [[] for _ in missing]
     order = list[Placed]()
     while ready:
         at = ready.pop()
-        for hop in (hop for hop in work.hops[at] if hop.target < count):
+        for hop in (hop for hop in work.hops[at][0] if hop.target < count):
             sources[hop.target].append((len(order), hop.wire + hop.latency))
             missing[hop.target] -= 1
             if not missing[hop.target]:
                 ready.append(hop.target)
-        order.append(Placed(at, work.plan.rank_of(at % work.plan.stages, 0), work.times[at], tuple(sources[at])))
+        order.append(Placed(at, work.places[at % work.count].rank, work.times[at], tuple(sources[at])))
     return order

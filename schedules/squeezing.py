@@ -78,7 +78,7 @@ class Squeezing:
         grows = [change[kind] * plan.is_differentiated(s) for kind in change for s in range(plan.stages)]
         self.grows = [[grows[at] for at in each] for each in self.passes]
         self.times = [time * scale for time in work.times for scale in work.scale]  # by slot: pass, then microbatch
-        hops = [[hop for hop in each if self._delays(at, hop)] for at, each in enumerate(work.hops)]
+        hops = [[hop for hop in each if self._delays(at, hop)] for at, (each,) in enumerate(work.hops)]
         inputs = [0] * (WEIGHT * plan.stages)
         for hop in (hop for each in hops for hop in each):
             inputs[hop.target] += 1
@@ -95,7 +95,7 @@ class Squeezing:
         """Whether the reader may wait for this; it never does for a pass before another input, or on its own rank."""
         stages = self.work.plan.stages
         is_own = hop.target == INPUT * stages + at
-        return hop.target < WEIGHT * stages and not (is_own and self.work.inputs[hop.target] > 1)
+        return hop.target < WEIGHT * stages and not (is_own and self.work.inputs[hop.target][0] > 1)
 
     def squeeze(self, words: Words, limit: float, fill: Fill = KEEP, most: float = inf) -> tuple[float, Words]:
         """Return the cost (the largest span of a rank), and the words with the passes that fill their gaps.

@@ -29,7 +29,7 @@ Block = list[list[float]]  # when a rank starts each of the first four kinds
 def effects(word: Word, rank: int, plan: Plan) -> Iterator[Effect]:
     """Return the effects of a word."""
     numbers = passes(rank, plan)
-    return passes_of.effects((numbers[kind] for kind in word), plan.stages)
+    return passes_of.effects((numbers[kind] for kind in word), plan)
 
 
 def passes(rank: int, plan: Plan) -> list[int]:

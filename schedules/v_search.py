@@ -76,7 +76,7 @@ def ordered(schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Or
     if costs is None or Work.of(plan, costs).even:
         yield from effects(order(plan.ranks, plan.microbatches)[rank], rank, plan)
     else:
-        yield from passes_of.effects(order_within(plan, costs, chunks).words[rank], plan.stages)
+        yield from passes_of.effects(order_within(plan, costs, chunks).words[rank], plan)
 
 
 def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:

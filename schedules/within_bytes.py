@@ -18,7 +18,7 @@ from fpipe.programs.footprint import RankBytes, check_limit, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.residence import Residence
 from fpipe.schedules.table import from_table
-from fpipe.schedules.work import Room, Words, table
+from fpipe.schedules.work import Room, Words, places_of, table
 
 CORRECTIONS, BISECTIONS = 2, 6
 
@@ -76,9 +76,10 @@ def within_bytes(
 
 def _held(plan: Plan, room: Room) -> list[list[float]]:
     """Return the memory of a microbatch on each stage of each rank, if it is as large until its weight gradient."""
-    largest = max(room.sizes)
+    largest, places = max(room.sizes), places_of(plan)
     return [
-        [max(room.residuals[s], room.deferred[s]) * largest for s in plan.stages_on(rank)] for rank in range(plan.ranks)
+        [max(room.residuals[n], room.deferred[n]) * largest for n, place in enumerate(places) if place.rank == rank]
+        for rank in range(plan.ranks)
     ]
 
 

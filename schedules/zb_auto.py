@@ -7,6 +7,7 @@ from math import inf
 from operator import le
 
 from fpipe.costs import ROUNDING, Costs
+from fpipe.effects import Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
@@ -15,10 +16,11 @@ from fpipe.schedules.bounds import Chain, is_chain
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
 from fpipe.schedules.modulo import repeated
+from fpipe.schedules.one_f_one_b import one_f_one_b
 from fpipe.schedules.table import from_table
 from fpipe.schedules.wave import near, wave
 from fpipe.schedules.within_bytes import whole_microbatches, within_bytes
-from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work, by_rank, pass_of, peaks, table
+from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work, by_rank, peaks, table
 from fpipe.schedules.zero_bubble import in_rounds
 
 
@@ -37,8 +39,9 @@ def zb_auto(
     stage on each rank, how far each rank runs ahead is searched, ZB-H1 and ZB-H2 included. At unit costs, c = 0 and
     p <= limit <= m the cost is 3m + max(0, 2p - 1 - limit).
 
-    It also takes several stages on a rank, on any placement without copies, where it tries rules of list scheduling,
-    and building blocks that repeat, found by software pipelining; `interleaved_zb` and `zb_v` are orders by formula.
+    It also takes several stages on a rank, on any placement, where it tries rules of list scheduling, and building
+    blocks that repeat, found by software pipelining; `interleaved_zb` and `zb_v` are orders by formula. With copies of
+    stages, it tries 1F1B in halves in place of building blocks.
 
     Args:
         costs: of stages and transfers; with factors by microbatch, for microbatches in that order.
@@ -49,8 +52,7 @@ def zb_auto(
         resident: as in `fpipe.lower`, for the account of bytes.
 
     Raises:
-        ScheduleError: a limit under 1, or in bytes one that no order keeps to; costs or limits that don't fit the plan,
-            or a stage with copies.
+        ScheduleError: a limit under 1, or in bytes one that no order keeps to; costs or limits that don't fit the plan.
 
     >>> from fpipe import Placement, draw
     >>> plan = Plan(Placement.loop(3), 6)
@@ -75,11 +77,6 @@ def zb_auto(
 
 def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
     """Return the most microbatches in flight, for each rank."""
-    if any(len(ranks) > 1 for ranks in plan.placement.holders):
-        raise ScheduleError(
-            f"zb_auto wants stages without copies, not {plan.placement}: take Placement.loop or Placement.v"
-            ", or dualpipe for copies"
-        )
     limits = by_rank(plan, limit)
     for rank, most in enumerate(limits):
         if not most >= 1:
@@ -105,7 +102,8 @@ def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
         bound = max(filling.busy)
         best = _by_rules(filling, whole, bound)
         if best.cost > bound * (1 + ROUNDING):
-            best = min(best, repeated(filling), key=lambda filled: filled.cost)
+            others = (repeated(filling),) if plan.cycle == 1 else tuple(_in_turn(work, whole))
+            best = min([best, *others], key=lambda filled: filled.cost)
     return annealed(filling, best, bound)
 
 
@@ -114,7 +112,22 @@ def _by_formula(work: Work, limit: float) -> Iterator[Filled]:
     plan, low, high = work.plan, work.plan.ranks, 2 * work.plan.ranks - 1
     most = high if limit >= plan.microbatches else int(min(limit, high))
     for peak in sorted({low, most}) if low <= most else ():
-        words = [[pass_of(effect, plan) for effect in in_rounds(rank, plan, peak)] for rank in range(plan.ranks)]
+        words = [[work.pass_of(effect) for effect in in_rounds(rank, plan, peak)] for rank in range(plan.ranks)]
+        yield Filled(follow(words, work), words)
+
+
+def _in_turn(work: Work, whole: Sequence[float]) -> Iterator[Filled]:
+    """Yield 1F1B, each backward in halves, where a rank has one stage and room for it."""
+    plan = work.plan
+    if any(len(plan.stages_on(rank)) > 1 for rank in range(plan.ranks)):
+        return
+    words = []
+    for rank in range(plan.ranks):
+        (place,) = work.on(rank)
+        forward, *halves = range(place, len(work.times), work.count)
+        effects = one_f_one_b(rank, plan)
+        words.append([at for e in effects for at in ([forward] if isinstance(e, Forward) else halves)])
+    if all(map(le, peaks(words, work), whole)):
         yield Filled(follow(words, work), words)
 
 

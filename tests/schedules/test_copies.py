@@ -1,13 +1,15 @@
 """Schedules of stages of which some have copies, which run microbatches in turn."""
 
 from inspect import cleandoc
-from math import ceil, lcm
+from math import ceil, inf, lcm
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fpipe import Costs, Placement, Plan, draw, simulate, verify
-from fpipe.schedules import one_f_one_b
+from fpipe import Costs, Edges, Link, Placement, Plan, draw, footprint, lower, simulate, verify
+from fpipe.costs import ROUNDING
+from fpipe.schedules import lower_bound, one_f_one_b, zb_auto
+from tests.support.combinations import examples
 
 
 def copied(*counts):
@@ -58,3 +60,60 @@ def test_1f1b_takes_as_long_as_with_as_many_stages_as_ranks(counts, times):
     assert cost <= most
     if len(counts) > 1 and times > 1 and counts.count(1) >= len(counts) - 1:
         assert cost == most
+
+
+@st.composite
+def problems(draw):
+    """A plan with copies, costs that differ by stage, by edge and by microbatch, and a limit of each rank, or none."""
+    counts = draw(copies.filter(lambda counts: 1 < sum(counts) < 9))
+    placement, stages = copied(*counts), len(counts)
+    if stages > 1 and draw(st.booleans()):  # a rank with two stages, of which one may have copies
+        placement = Placement([*placement.holders[:-1], (0,)])
+    m = draw(st.integers(1, 3)) * lcm(*map(len, placement.holders))
+    skips = Edges([(), *[(s - 1,) for s in range(1, stages - 1)], (0, stages - 2)]) if stages > 2 else Edges(())
+    plan = Plan(
+        placement,
+        m,
+        draw(st.sampled_from([Edges(()), skips])),
+        cotangents=draw(st.sampled_from(["by_consumer", "by_rank"])),
+        trained=draw(st.none() | st.sets(st.integers(0, stages - 1)).map(lambda trained: trained | {stages - 1})),
+    )
+    times = st.lists(st.sampled_from([1, 2, 3]), min_size=stages, max_size=stages)
+    link = st.builds(Link, st.sampled_from([0, 0.5, 2]), st.sampled_from([1, 4, inf]))
+    edge = [(a, b) for a in range(plan.ranks) for b in range(plan.ranks) if a != b]
+    costs = Costs(
+        draw(times),
+        draw(times),
+        draw(times),
+        communication={each: draw(link) for each in edge} or 0,
+        activation=1,
+        residuals=draw(times),
+        deferred=0.5,
+        scale=draw(st.sampled_from([(), [1 + n % 3 for n in range(m)]])),
+    )
+    return plan, costs, draw(st.none() | st.lists(st.integers(1, 4), min_size=plan.ranks, max_size=plan.ranks))
+
+
+@settings(max_examples=examples(25))
+@given(problems())
+def test_zb_auto_takes_copies_and_keeps_to_limits(problem):
+    plan, costs, limits = problem
+    schedule = zb_auto(plan, costs, limits)
+    peaks, cost = verify(schedule, plan).peak_in_flight, simulate(schedule, plan, costs).cost
+    assert limits is None or all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert cost >= lower_bound(plan, costs, limits) * (1 - ROUNDING)
+    if all(len(plan.stages_on(rank)) == 1 for rank in range(plan.ranks)):
+        peaks = verify(one_f_one_b, plan).peak_in_flight
+        if limits is None or all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)):
+            assert cost <= simulate(one_f_one_b, plan, costs).cost * (1 + ROUNDING)
+
+
+@settings(max_examples=examples(25))
+@given(problems())
+def test_zb_auto_takes_copies_and_keeps_to_bytes(problem):
+    plan, costs, _ = problem
+    limit = 8 + 0.8 * max(account.total for account in footprint(lower(zb_auto(plan, costs), plan), costs))
+    schedule = zb_auto(plan, costs, memory_limit_bytes=limit)
+    assert max(account.total for account in footprint(lower(schedule, plan), costs)) <= limit * (1 + ROUNDING)
+    bound = lower_bound(plan, costs, memory_limit_bytes=limit)
+    assert simulate(schedule, plan, costs).cost >= bound * (1 - ROUNDING)

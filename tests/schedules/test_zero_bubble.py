@@ -210,7 +210,6 @@ def test_one_stage_on_each_rank(schedule, placement):
         (chain(2, 4), Costs(), [2], r"memory_limit has 1 entries, the plan 2 ranks"),
         (chain(2, 4), Costs(), float("nan"), r"memory_limit is nan on rank 0"),
         (chain(2, 4), Costs(forward=[1, 2, 3]), 2, r"forward has 3 entries, the plan 2 stages"),
-        (Plan(Placement.both_ways(2), 4), Costs(), 2, r"wants stages without copies.*or dualpipe for copies"),
     ],
 )
 def test_refusals(plan, costs, limit, message):
