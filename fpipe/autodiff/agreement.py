@@ -140,7 +140,7 @@ def exchange(
         f"fpipe/{kind}/{'-'.join(map(str, group))}"
     )
     with watch.waiting(purpose, None):
-        number = store.add(f"count of {rank}", 1)
+        number = _next(store, rank, group)
         keys = {each: f"{number} of {each}" for each in group}
         try:
             store.set(keys[rank], json.dumps(value))
@@ -154,10 +154,27 @@ def exchange(
         except BaseException:
             with suppress(TransportError):
                 now = store.within(LAST_WORD)
-                now.delete(keys[rank])  # so that the next exchange has the same number on each process
-                now.add(f"count of {rank}", -1)
+                now.delete(keys[rank])
+                _raise_to(now, f"given up by {rank}", number)
             raise
         return [json.loads(text) for text in store.multi_get([*keys.values()])]
+
+
+def _next(store: JobStore, rank: int, group: Ranks) -> int:
+    """Return the number of a process's next exchange, the same on each process.
+
+    A process that gives one up may be the only one that began it, or the last one that was in it. The others have not
+    counted it in the first case, and have in the second one: so they all go on behind it.
+    """
+    count = f"count of {rank}"
+    number = 1 + max(store.add(key, 0) for key in (count, *(f"given up by {each}" for each in group)))
+    _raise_to(store, count, number)
+    return number
+
+
+def _raise_to(store: JobStore, key: str, number: int) -> None:
+    """Write a number that this process alone writes, and that does not fall."""
+    store.add(key, number - store.add(key, 0))
 
 
 def _post(piece: str, group: Iterable[int], text: str, turn: int | None, sends: Any, receives: Any) -> Post:

@@ -80,6 +80,11 @@ def test_what_does_not_fit_is_one_error_on_all_processes(pools, fault):
         assert all(re.search(FAULTS[fault], text) for text in texts), texts
 
 
+def test_exchanges_meet_after_one_that_a_process_gave_up(pools):
+    for each in pools(2).run(tensor_jobs.given_up):
+        assert each == [[[0, "second"], [1, "second"]], [[0, "fourth"], [1, "fourth"]]]
+
+
 def test_a_mesh_takes_the_place_of_one_whose_groups_have_gone(pools):
     """torch takes the two for one, and remembers the first in what it knows of operations."""
     for posted, groups in pools(4).run(tensor_jobs.after_others):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections import Counter
@@ -16,9 +17,10 @@ from torch.distributed.tensor import Shard
 
 import fpipe
 from fpipe import handlers, interop, schedules
-from fpipe.autodiff import functions
+from fpipe.autodiff import agreement, functions
 from fpipe.handlers.distributed.groups import Groups
 from fpipe.stages.sharding import placed_alike
+from fpipe.store import JobStore
 from tests.support.jobs import differences
 from tests.support.shards import mesh_of, whole
 
@@ -302,6 +304,33 @@ def wrong(rank, fault, first):
         if fault not in FIRST:  # of which some have begun a collective in a piece, and one has another step
             run({})
     return texts
+
+
+def given_up(rank):
+    """What each process reads in exchanges after one that process 0 gave up: another had read it, or had not begun."""
+    store, real, group = torch.distributed.distributed_c10d._get_default_store(), JobStore.has, (0, 1)
+
+    def exchange(value, look=lambda missing: None):
+        return agreement.exchange("tests", group, [rank, value], "testing", lambda *_: AssertionError(), look)
+
+    def late(self, *keys):
+        if rank == 0 and real(self, *keys):
+            store.wait(["read by 1"])
+            raise fpipe.TransportError("given up")
+        return real(self, *keys)
+
+    def alone(missing):
+        raise fpipe.TransportError(f"{missing} have not begun")
+
+    with contextlib.suppress(fpipe.TransportError), mock.patch.object(JobStore, "has", late):
+        exchange("first")
+        store.set("read by 1", "")
+    texts = [exchange("second")]
+    if rank == 0:
+        with pytest.raises(fpipe.TransportError, match=r"\[1\] have not begun"):
+            exchange("third", alone)
+    torch.distributed.barrier()
+    return [*texts, exchange("fourth")]
 
 
 def after_others(rank):
