@@ -131,7 +131,7 @@ class Idle:
 
     def __init__(self, prompts: torch.Tensor, ranks: int, setting: Setting, link: Link) -> None:
         first, last = Stage(lambda p, ids: ids[..., None] * p, [Batch("input_ids")]), lambda p, x: x[:, -1] * p
-        stages = [first, *[predictions.idle] * (ranks - 2), last]
+        stages = [first, *[lambda p, x: x * p] * (ranks - 2), last]
         cache = Cache(PROMPTS // setting.microbatches, LENGTH + setting.tokens, state={})
         arguments = Pipeline(stages, cache=cache), {stage: torch.ones(SIDE) for stage in range(ranks)}, prompts
         by_ranks, self.link = Generation.of(*arguments, handlers.Distributed(), ranks, setting), link

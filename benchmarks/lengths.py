@@ -78,7 +78,7 @@ def job(
         ranks,
         link,
         MICROBATCHES,
-        timed.brief if kind == "timed" else predictions.idle,
+        timed.brief if kind == "timed" else predictions.busy,
         size=data(kind, LENGTH)[0].numel(),
     )
     for name in names:

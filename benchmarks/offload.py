@@ -103,7 +103,7 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     one = len(batch) // microbatches
     options: dict[str, Any] = {"autodiff": "graph", "handler": handler}
     link = predictions.ping(rank)
-    stage = timed.brief if name == "timed" else predictions.idle
+    stage = timed.brief if name == "timed" else predictions.busy
     host = predictions.Host(handler, ranks, link, microbatches, stage, size=batch[:one].numel())
 
     def profile(repeats: int) -> Costs:

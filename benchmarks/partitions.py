@@ -306,7 +306,7 @@ class Process:
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.optimizer = interop.optimizer(torch.optim.SGD, lr=1e-3, donate=True)
         link = predictions.ping(rank)
-        stage = timed.brief if self.is_timed else predictions.idle
+        stage = timed.brief if self.is_timed else predictions.busy
         microbatches, size = MICROBATCHES[table], self.layers.activation
         self.host = predictions.Host(self.handler, ranks, link, microbatches, stage, size=size)
         # The outputs of the file of `profiled4` do not travel.

@@ -97,7 +97,7 @@ def job(
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
     rows = len(batch) // microbatches
     link = predictions.ping(rank)
-    stage = timed.brief if kind == "timed" else predictions.idle
+    stage = timed.brief if kind == "timed" else predictions.busy
     host = predictions.Host(handler, ranks, link, microbatches, stage, size=batch[:rows].numel())
     count = 1 if kind == "timed" else models.PROFILED
 

@@ -30,6 +30,7 @@ Key = TypeVar("Key")
 PINGS = 200  # messages there and back
 EXCHANGES, LARGE = 10, 16 << 20  # large messages, and the bytes of each
 SIZE = 32  # elements of a small activation
+SIDE = 200  # of the square that a stage multiplies to be busy
 REPEATS = 2  # steps of a profile that each prediction takes
 SEARCH = 600  # seconds that processes wait for the one that searches
 
@@ -69,9 +70,10 @@ def ping(rank: int) -> Link:
     return on_first(lambda: Link(latency, LARGE / max(both_ways - latency, 1e-9)))
 
 
-def idle(w: Tensor, x: Tensor) -> Tensor:
-    """Do nothing, as a stage."""
-    return x * w
+def busy(w: Tensor, x: Tensor) -> Tensor:
+    """Compute for a short time, as a stage that shows the host's time where the threads of gloo have no core alone."""
+    square = torch.outer(w, w) * x.mean()
+    return x * (square @ square).mean()
 
 
 class Host:
@@ -83,9 +85,10 @@ class Host:
     Args:
         microbatches: of the measured steps.
         size: elements of their activations.
-        stage: takes a short time. Where the measured ranks compute it does nothing, and where they sleep it sleeps,
-            because ranks that exceed cores wait for them only as long as others do not sleep.
-        costs: those that predictions have of such stages; by default a profile.
+        stage: takes a short time, and does what the measured stages do. Where these compute, it computes, because
+            gloo's threads then take the cores from it; where they sleep it sleeps, because ranks that exceed cores wait
+            for them only as long as others do not sleep.
+        costs: those that predictions have of such stages; by default a profile right before each measurement.
     """
 
     def __init__(
@@ -94,17 +97,18 @@ class Host:
         ranks: int,
         link: Link,
         microbatches: int,
-        stage: Callable[[Tensor, Tensor], Tensor] = idle,
+        stage: Callable[[Tensor, Tensor], Tensor] = busy,
         costs: Costs | None = None,
         size: int = SIZE,
     ) -> None:
         pipeline = Pipeline([stage] * ranks, models.loss_fn)
-        plan, params = pipeline.plan(Placement.loop(ranks), microbatches), {s: torch.ones(size) for s in range(ranks)}
+        plan, params = pipeline.plan(Placement.loop(ranks), microbatches), {s: torch.ones(SIDE) for s in range(ranks)}
         data = torch.ones(microbatches, size), torch.zeros(microbatches, size)
         options: dict[str, Any] = {"handler": handler, "autodiff": "graph"}
-        if costs is None:
-            costs = fpipe.profile(pipeline, params, *(x[:1] for x in data), repeats=models.REPEATS, **options)
-        self.predicted = fpipe.simulate("gpipe", plan, replace(costs, communication=link)).makespan
+        some = [x[: models.PROFILED] for x in data]
+        profiled = partial(fpipe.profile, pipeline, params, *some, microbatches=len(some[0]), repeats=models.REPEATS)
+        self.costs: Callable[[], Costs] = partial(profiled, **options) if costs is None else lambda: costs
+        self.predicted = lambda: fpipe.simulate("gpipe", plan, replace(self.costs(), communication=link)).makespan
         self.pieces, self.times = 2 * (microbatches + ranks - 1), list[float]()
         step = fpipe.value_and_grad(pipeline, "gpipe", plan, **options)
         self.step = partial(step, pipeline.params_on(params, plan, handler.rank), *data)
@@ -112,8 +116,9 @@ class Host:
 
     def seconds(self) -> float:
         """Measure it, as on rank 0."""
+        predicted = self.predicted()
         took = 1e-3 * statistics.median(milliseconds(self.step) for _ in range(models.REPEATS))
-        self.times.append(on_first(lambda: max(0.0, took - self.predicted) / self.pieces))
+        self.times.append(on_first(lambda: max(0.0, took - predicted) / self.pieces))
         return self.times[-1]
 
     @property

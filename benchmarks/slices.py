@@ -121,8 +121,10 @@ def over(row: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
 def times(process: Process, rounds: int) -> list[dict[str, Any]]:
     steps = {case: process.step(case) for case in process.cases}
     counts, is_timed = sorted({case.slices for case in steps}), process.kind == "timed"
-    stage = timed.brief if is_timed else predictions.idle
-    host = predictions.Host(process.handler, RANKS[process.kind], process.link, MICROBATCHES * max(counts), stage)
+    stage = timed.brief if is_timed else predictions.busy
+    most = max(counts)
+    size = 1 if is_timed else CONTEXT[process.kind] * WIDTH // most
+    host = predictions.Host(process.handler, RANKS[process.kind], process.link, MICROBATCHES * most, stage, size=size)
     first = {slices: process.profile(slices, models.REPEATS) for slices in counts} if is_timed else {}
 
     def predict(case: Case) -> float:

@@ -166,7 +166,7 @@ class Process:
         self.handler = handlers.Distributed(timeout=models.TIMEOUT)
         self.link = predictions.ping(rank)
         ranks, microbatches, size = self.table.ranks, self.table.microbatches, self.model.activation
-        stage = timed.brief if self.is_timed else predictions.idle
+        stage = timed.brief if self.is_timed else predictions.busy
         self.host = predictions.Host(self.handler, ranks, self.link, microbatches, stage, size=size)
         self.count = self.table.blocks + 2
         of_layers, _ = self.model.in_layers(range(1, self.count))
