@@ -168,11 +168,27 @@ def part(tree, axis, plan, replica, rows=None):
     return merge(parts[replica * count : (replica + 1) * count], axis)
 
 
+def axes_of(case):
+    """The axes of the batch and of the target that count rows."""
+    axes = case.options.get("in_axes", 0)
+    return axes if isinstance(axes, tuple) else (axes, axes)
+
+
+def in_turn(case, replicas, microbatches):
+    """The same batch, whose rows are the replicas' microbatches, in the order in which copies would run them."""
+
+    def ordered(tree, axis):
+        parts, _ = split(tree, replicas * microbatches, axis)
+        return merge([parts[r * microbatches + m] for m in range(microbatches) for r in range(replicas)], axis)
+
+    batch, target = map(ordered, (case.batch, case.target), axes_of(case))
+    return replace(case, batch=batch, target=target)
+
+
 def arguments(case, plan, grid, rows=None):
     """The arguments of a process: params, and its replica's batch and target."""
     params, batch, target, _ = cases.own(case, plan, grid.rank)
-    axes = case.options.get("in_axes", 0)
-    batch_axis, target_axis = axes if isinstance(axes, tuple) else (axes, axes)
+    batch_axis, target_axis = axes_of(case)
     return (
         params,
         part(batch, batch_axis, plan, grid.replica, rows),
