@@ -4,9 +4,10 @@ Every schedule in a fixed order starts on each of its placements with the layers
 time; one that orders for the costs, which takes longer, evenly in time and with few stages on a rank. From the best of
 these, layers move from stage to stage while that makes the simulated step faster, or needs less memory where it exceeds
 a limit; the most promising take most of the time. Where few cuts exist, all are tried, as long as that takes not too
-long. Schedules that order under limits then order on the best cuts, and those that take any placement on some that
-have no name (`scattering`). What is fast but needs too much memory has residuals moved to the host, or recomputed; and
-from there layers move on, with residuals moved anew on each cut.
+long. Chains in which one stage has copies start too, where no rank alone takes longer than a result that is known.
+Schedules that order under limits then order on the best cuts, and those that take any placement on some that have no
+name (`scattering`). What is fast but needs too much memory has residuals moved to the host, or recomputed; and from
+there layers move on, with residuals moved anew on each cut.
 
 Invariants:
 - The result is never worse than any of those that it starts from.
@@ -64,6 +65,7 @@ class Layouts:
             ScheduleError: no schedule takes the layers.
         """
         fixed, ordered = self._candidates(False), self._candidates(True)
+        fixed += self._copied([*fixed, *ordered])
         if not fixed and not ordered:
             if self.refused is not None:
                 raise self.refused
@@ -95,8 +97,8 @@ class Layouts:
         plan, times = self.space.plan, self.space.times
         if self.space.costs.overlap is not None:
             return 0.0
-        copies = 2 if any(entry.placement == "both ways" for entry in self.space.entries) else 1
-        return self.space.units * max(sum(times) / plan.ranks, max(times) / copies)
+        copies = [1, *self.space.copies, *(2 for entry in self.space.entries if entry.placement == "both ways")]
+        return self.space.units * max(sum(times) / plan.ranks, max(times) / max(copies))
 
     def _candidates(self, limited: bool) -> list[Found]:
         """Return the results to start from: of schedules in a fixed order, or of those that order under the limits."""
@@ -221,12 +223,33 @@ class Layouts:
             self.programs[key] = programs
         return schedule, programs
 
+    def _least(self, results: Iterable[Found]) -> float:
+        """Return the cost of the best result that is within the limits."""
+        return min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
+
+    def _copied(self, results: Sequence[Found]) -> list[Found]:
+        """Return the results on placements in which one stage has copies, and no rank takes as long as the best result.
+
+        Schedules that order under the limits follow on the best cuts. Without others they start, where the busiest rank
+        has least to do.
+        """
+        least, copied = self._least(results) * (1 - ROUNDING), list[Found]()
+        loads = {each: self.space.units * max(each.loads(self.space.times)) for each in self.space.copied()}
+        some = sorted((each for each in loads if loads[each] < least), key=lambda each: loads[each])
+        entries = [entry for entry in self.space.entries if entry.copies]
+        fixed = [entry for entry in entries if not entry.limited]
+        for entry in fixed or entries:
+            for partition in some[: None if fixed else ON_CUTS]:
+                with suppress(ScheduleError):
+                    copied += self.space.results(entry, partition, self.limit, self.limit_bytes)
+        return copied
+
     def _scattered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on placements that have no name."""
         ordered, plan = list[Found](), self.space.plan
         if plan.ranks == 1 or plan.slices > 1:
             return ordered
-        least = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
+        least = self._least(results)
         for entry in self.space.entries:
             if entry.limited and entry.placement == "any" and least > self.bound() * (1 + ROUNDING):
                 limits = self.limit, self.limit_bytes
@@ -237,8 +260,10 @@ class Layouts:
 
     def _reordered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on the best cuts of others."""
-        ordered = list[Found]()
-        for best in self._seeds(results, self._within)[:ON_CUTS]:
+        ordered, seeds = list[Found](), self._seeds(results, self._within)[:ON_CUTS]
+        copied = [found for found in results if found.plan.cycle > 1 and named(found.name).copies]
+        seeds += [found for found in self._seeds(copied, self._within)[:ON_CUTS] if found not in seeds]
+        for best in seeds:
             partition = Partition(best.plan.placement, best.layers)
             if len(best.layers) > FEW_LIMITED * best.plan.ranks:
                 continue
@@ -253,7 +278,7 @@ class Layouts:
 
         Where nothing else is within the limits, each schedule's fastest result and its smallest are tried until one is.
         """
-        best = min((found.timeline.cost for found in results if not any(self._within(found)[:-2])), default=inf)
+        best = self._least(results)
         in_flight = inf if self.limit is None else self.limit * (1 + ROUNDING)
         some = (found for found in results if any(self._within(found)[:-2]) and found.peak <= in_flight)
         beyond = [found for found in some if found.timeline.cost < best]

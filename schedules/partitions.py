@@ -64,12 +64,12 @@ def even(placement: Placement, count: int) -> Partition:
 
 
 def balanced(placement: Placement, times: Sequence[float]) -> Partition:
-    """Return stages of which the longest is as short as it can be.
+    """Return stages of which the longest is as short as it can be, where copies share its time.
 
-    >>> balanced(Placement.loop(3), [1, 1, 1, 1, 1, 3]).layers
-    (3, 2, 1)
+    >>> balanced(Placement.loop(3), [1, 1, 1, 1, 1, 3]).layers, balanced(Placement([(0, 1), 2]), [3, 1, 1, 1]).layers
+    ((3, 2, 1), (2, 2))
     """
-    of = blocks(times, placement.stages)
+    of = blocks(times, [*map(len, placement.holders)])
     return Partition(placement, tuple(of.count(stage) for stage in range(placement.stages)))
 
 
@@ -93,26 +93,31 @@ def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
     return float(f"{max(loads):.12g}"), sum(load * load for load in loads)
 
 
-def blocks(times: Sequence[float], ranks: int) -> list[int]:
-    """Return the rank of each stage, in blocks of neighbours.
+def blocks(times: Sequence[float], copies: Sequence[int]) -> list[int]:
+    """Return the block of each layer, in blocks of neighbours.
 
-    The busiest rank has the least time that it can have, and the first ranks have as many stages as that allows.
+    The longest block, whose time its copies share, is as short as it can be, and the first ones have as many layers as
+    that allows.
 
-    >>> blocks([1, 1, 1, 1], 3), blocks([3, 1, 1, 1], 2)
-    ([0, 0, 1, 2], [0, 1, 1, 1])
+    Args:
+        copies: of each block.
+
+    >>> blocks([1, 1, 1, 1], [1, 1, 1]), blocks([3, 1, 1, 1], [1, 1]), blocks([3, 1, 1, 1], [1, 2])
+    ([0, 0, 1, 2], [0, 1, 1, 1], [0, 1, 1, 1])
     """
-    count, sums = len(times), [0.0, *accumulate(times)]
-    least = sums  # for the first stages on the first ranks
+    count, sums, ranks = len(times), [0.0, *accumulate(times)], len(copies)
+    least = [each / copies[0] for each in sums]  # for the first layers in the first blocks
     for rank in range(1, ranks):
         least = [
-            min((max(least[n], sums[end] - sums[n]) for n in range(rank, end)), default=inf) for end in range(count + 1)
+            min((max(least[n], (sums[end] - sums[n]) / copies[rank]) for n in range(rank, end)), default=inf)
+            for end in range(count + 1)
         ]
     limit = least[count] * (1 + ROUNDING)
     blocks, first = list[int](), 0
     for s in range(count):
         rank = blocks[-1] if blocks else 0
         are_needed = count - s == ranks - 1 - rank  # by the ranks after this one
-        if s and (are_needed or sums[s + 1] - sums[first] > limit):
+        if s and (are_needed or (sums[s + 1] - sums[first]) / copies[rank] > limit):
             rank, first = rank + 1, s
         blocks.append(rank)
     return blocks

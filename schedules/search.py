@@ -43,6 +43,7 @@ def search(
     chunks: Sequence[int] = CHUNKS,
     recut: bool = True,
     layouts: bool = False,
+    copies: bool = True,
     host: float = 0.0,
     names: Sequence[str] | None = None,
     order: Order = "drawn",
@@ -67,6 +68,8 @@ def search(
             then made of neighbouring layers, and the cuts are searched with the placement and the schedule. Where a
             limit in bytes is exceeded, residuals are moved to the host, if the costs say what a copy takes, or
             recomputed, if that is faster than what fits without. The result has `layers`, `cuts` and `offload`.
+        copies: False if no stage may have copies on several ranks, as where one is stateful. With layers, one stage of
+            a chain may have copies, if their number divides that of the microbatches; without, DualPipe alone has some.
         host: with layers, the time that each piece of a stage takes beside those of its layers: to find values, to call
             the piece, to post sends and receives. It weighs against many stages, and against backwards in halves. Like
             the times of layers it goes with the lengths of microbatches; the bound does not have it.
@@ -109,7 +112,17 @@ def search(
     def in_order(numbers: Sequence[int], names: Sequence[str] | None) -> Found:
         ordered = reordered(costs, numbers)
         space = Space.of(
-            plan, ordered, memory_limit, chunks, recut, layouts, host, names, progress, any_order=any_order
+            plan,
+            ordered,
+            memory_limit,
+            chunks,
+            recut,
+            layouts,
+            host,
+            names,
+            progress,
+            any_order=any_order,
+            copying=copies,
         )
         return replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
 

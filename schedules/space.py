@@ -54,6 +54,7 @@ class Space:
 
     Args:
         any_order: whether bounds hold in any order of the microbatches, not only in that of the costs.
+        copying: whether stages may have copies.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Space:
     host: float
     progress: Callable[[str], None] | None
     any_order: bool = False
+    copying: bool = True
 
     @property
     def units(self) -> float:
@@ -89,6 +91,7 @@ class Space:
         names: Sequence[str] | None = None,
         progress: Callable[[str], None] | None = None,
         any_order: bool = False,
+        copying: bool = True,
     ) -> Space:
         """Check the arguments of a search."""
         costs.check(plan)
@@ -104,7 +107,7 @@ class Space:
         if names is None:  # a model carries values from slice to slice, or it does not
             entries = [entry for entry in entries if entry.slices or plan.slices == 1]
             entries = [entry for entry in entries if plan.slices > 1 or entry.slices in (None, 1)]
-        if not recut:
+        if not (recut and copying):
             entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
         if layouts and not recut:
             raise ScheduleError("layouts are cuts of the plan's stages into others: leave recut=False out")
@@ -112,7 +115,7 @@ class Space:
             raise ScheduleError("host is the time of a piece beside its layers: give it with layouts=True")
         if not 0 <= host < inf:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
-        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order)
+        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copying)
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
@@ -218,10 +221,28 @@ class Space:
             placements[Placement.v(self.plan.ranks)] = None
         for placement in placements:
             if placement.stages <= self.plan.stages:
-                partitions = [levelled(placement, self.times), balanced(placement, self.times)]
+                partitions = self._even(placement)
                 if not entry.limited:
                     partitions.append(even(placement, self.plan.stages))
                 yield from dict.fromkeys(partitions)
+
+    def _even(self, placement: Placement) -> list[Partition]:
+        return [levelled(placement, self.times), balanced(placement, self.times)]
+
+    @cached_property
+    def copies(self) -> list[int]:
+        """The numbers of copies to try of single stages, with two stages at least."""
+        takes = self.copying and any(entry.copies for entry in self.entries)
+        return [c for c in range(2, self.plan.ranks) if takes and self.plan.microbatches % c == 0]
+
+    def copied(self) -> Iterator[Partition]:
+        """Yield placements of a chain in which one stage has copies, with the layers cut evenly in time."""
+        for c in self.copies:
+            stages = self.plan.ranks - c + 1
+            for stage in range(stages) if stages <= self.plan.stages else ():
+                ranks = iter(range(self.plan.ranks))
+                holders = [[next(ranks) for _ in range(c if s == stage else 1)] for s in range(stages)]
+                yield from dict.fromkeys(self._even(Placement(holders)))
 
     def _is_placed(self, entry: CatalogueEntry, chunks: int) -> bool:
         with suppress(ScheduleError):
@@ -229,10 +250,12 @@ class Space:
         return False
 
     def takes(self, entry: CatalogueEntry, placement: Placement) -> bool:
-        """Whether a schedule takes a placement without copies."""
+        """Whether a schedule takes a placement that has been tried."""
+        if any(len(ranks) > 1 for ranks in placement.holders):
+            return entry.copies
         chunks = max(1, placement.stages // placement.ranks)
         own = self._is_placed(entry, chunks) and self._own(entry, chunks).placement == placement
-        return own or (entry.placement == "any" and all(len(ranks) == 1 for ranks in placement.holders))
+        return own or entry.placement == "any"
 
     def _own(self, entry: CatalogueEntry, chunks: int) -> Plan:
         return entry.plan(self.plan.ranks, self.plan.microbatches, chunks, self.plan.slices)
@@ -252,8 +275,8 @@ class Space:
         turns = [s % (2 * p) for s in stages]
         costs = existing(self.costs, self.plan)
         times = [costs.time(Forward(s, 0)) + costs.time(Backward(s, 0)) for s in stages]
-        mirrored = [p - 1 - rank for rank in reversed(blocks(times[::-1], p))]
-        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], blocks(times, p), mirrored
+        mirrored = [p - 1 - rank for rank in reversed(blocks(times[::-1], [1] * p))]
+        ways = [s % p for s in stages], [min(t, 2 * p - 1 - t) for t in turns], blocks(times, [1] * p), mirrored
         return [*dict.fromkeys(map(Placement, ways))]
 
     def cut(self, entry: CatalogueEntry, place: Place) -> Cut:
@@ -281,7 +304,7 @@ def _limits(largest: float, most: int = 16) -> list[float]:
 def limits_of_ranks(plan: Plan, limit: float | None) -> float | Sequence[float] | None:
     """Return a limit, in microbatches of 1/ranks of the model, in microbatches of what each rank has, at least one."""
     counts = [len(plan.stages_on(rank)) for rank in range(plan.ranks)]
-    if limit is None or len(set(counts)) == 1:
+    if limit is None or {plan.ranks * count for count in counts} == {plan.stages}:
         return limit
     return [max(1.0, limit * plan.stages / (plan.ranks * count)) for count in counts]
 

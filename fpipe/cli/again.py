@@ -1,7 +1,7 @@
 """The command that simulates a result of a search again. No torch."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from math import isclose
 
@@ -11,6 +11,7 @@ from fpipe.costs import ROUNDING, Costs, Link
 from fpipe.plan import Plan
 from fpipe.schedules.catalogue import named
 from fpipe.schedules.found import Found
+from fpipe.schedules.space import limits_of_ranks
 
 OPTIONS = [field.name for field in fields(CostOptions) if field.name != "lengths"]
 
@@ -24,11 +25,12 @@ def again(found: Found, memory: Memory) -> str:
     costs = found.costs
     if found.offload is not None:  # what a copy took in the pass: nothing else is copied
         costs = replace(costs, offload=found.offload.costs.offload, fetch=found.offload.costs.fetch)
-    is_limited, counts = named(found.name).limited, {len(found.plan.stages_on(r)) for r in range(found.plan.ranks)}
-    if not _has_options(costs) or (is_limited and memory.limit is not None and len(counts) > 1):
+    is_limited, limits = named(found.name).limited, limits_of_ranks(found.plan, memory.limit)
+    in_flight = {*limits} if isinstance(limits, Sequence) else {limits}
+    if not _has_options(costs) or (is_limited and len(in_flight) > 1):
         return "No options have all of this: schedules.search(layouts=True) in Python returns what simulate takes."
     words = ["fpipe", "simulate", found.name, *_of_plan(found.plan), *_of_costs(costs)]
-    for option, limit in {"--memory-limit": memory.limit, "--memory-limit-bytes": memory.limit_bytes}.items():
+    for option, limit in {"--memory-limit": in_flight.pop(), "--memory-limit-bytes": memory.limit_bytes}.items():
         words += [option, _text(limit)] if is_limited and limit is not None else []
     words += ["--resident", str(found.resident)] if found.resident is not None else []
     if moved := found.offload:

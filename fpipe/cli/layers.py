@@ -29,6 +29,9 @@ class LayerOptions:
         ),
     ] = None
 
+    copies: Annotated[
+        bool, InPlan("--copies/--no-copies", help="With --layouts: whether stages may have copies on several ranks.")
+    ] = True
     host: Annotated[
         float,
         InPlan(
@@ -41,14 +44,22 @@ class LayerOptions:
     @property
     def given(self) -> dict[str, object]:
         """The options that are given."""
-        return {"--layouts": self.layouts or None, "--costs": self.costs_file, "--host": self.host or None}
+        copies = None if self.copies else False
+        return {
+            "--layouts": self.layouts or None,
+            "--costs": self.costs_file,
+            "--no-copies": copies,
+            "--host": self.host or None,
+        }
 
     @property
     def searched(self) -> dict[str, Any]:
         """The arguments of a search."""
         if self.host and not self.layouts:
             raise typer.BadParameter("it is beside the time of layers: give it with --layouts", param_hint="--host")
-        return {"layouts": True, "host": self.host} if self.layouts else {}
+        if not (self.copies or self.layouts):
+            raise typer.BadParameter("it is for the stages of layers: give it with --layouts", param_hint="--no-copies")
+        return {"layouts": True, "copies": self.copies, "host": self.host} if self.layouts else {}
 
     def stages(self, found: Found, plan: Plan) -> int:
         """Return the stages of the cut that a result's costs are for."""

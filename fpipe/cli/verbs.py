@@ -357,7 +357,7 @@ def search(
     whether to shard the parameters, and how many stages are whole at a time.
 
     With --layouts, costs are those of layers, one a layer: search also where to
-    cut them into stages, and what to move out of memory.
+    cut them into stages, which stage has copies, and what to move out of memory.
 
     With --world in place of --ranks, search parallel strategies of a transformer over
     so many ranks: pipelines, replicas, tensor, context and expert parallel.

@@ -107,7 +107,7 @@ NAMES = ("attention", "dropout", "modules", "skip")
     name=NAMES,
     way=WAYS,
     schedule=cases.SCHEDULES,
-    where=lambda name, schedule, **_: name != "modules" or schedule not in cases.BOTH_WAYS,  # a state has no copies
+    where=lambda name, schedule, **_: name != "modules" or schedule not in cases.COPIED,  # a state has no copies
 ).args[1:]
 
 

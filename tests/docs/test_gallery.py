@@ -15,6 +15,7 @@ from fpipe.schedules.cuts import of_shares
 from fpipe.schedules.grouping import Grouping, times_of
 from fpipe.schedules.partitions import Partition, even
 from tests.support.combinations import few, thorough
+from tests.support.copies import of_one_stage
 
 
 @pytest.mark.parametrize("name", few(CATALOGUE, ["seq-1f1b", "dualpipe", "vocabulary-1f1b"]))
@@ -84,14 +85,15 @@ def costs_on_every_cut(entry, costs, longest):
     """The cost of a schedule in a fixed order on every cut of its placements whose ranks have less to do than that."""
     layers = generated.LAYERS
     times = times_of(layers, costs)
-    for chunks in (1, 2, 3) if entry.any_chunks else (entry.chunks,):
-        placement = entry.plan(layers.ranks, layers.microbatches, chunks).placement
+    counts = (1, 2, 3) if entry.any_chunks else (entry.chunks,)
+    placements = [entry.plan(layers.ranks, layers.microbatches, chunks).placement for chunks in counts]
+    for placement in placements + [*of_one_stage(layers.ranks)] * entry.copies:
         for cut in even(placement, layers.stages).every() if placement.stages <= layers.stages else ():
             if layers.microbatches * max(cut.loads(times)) < longest:
                 grouping = Grouping(layers, cut.layers)
-                plan = grouping.placed(placement)
-                stages = grouping.costs(costs, plan)
                 with suppress(ScheduleError):
+                    plan = grouping.placed(placement)
+                    stages = grouping.costs(costs, plan)
                     yield fpipe.simulate(entry.schedule(plan, stages), plan, stages).cost
 
 

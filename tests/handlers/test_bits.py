@@ -19,7 +19,7 @@ def possible(name, schedule, m, way, ranks, **_):
     What a policy does to a stage, tests of autodiff see: here, by default, it meets every schedule on a few cases. Of
     the full product, policies other than the first are run with two microbatches on two ranks.
     """
-    fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name not in ("modules", "recurrent"))
+    fits = schedule not in cases.COPIED or (m % 2 == 0 and name not in ("modules", "recurrent"))
     fits = fits and (name not in cases.SLICED or schedule in cases.TAKE_SLICES)
     if schedule in cases.MOVING and way == "eager":
         fits = fits and schedule == "gpipe_recomputed"  # residuals of eager autograd can't be moved
@@ -62,7 +62,7 @@ def test_training(pools, name, schedule, way, m, handler, ranks):
 )
 def test_dynamic(name, schedule):
     """Microbatches of several sizes, and a second batch of others, by one graph."""
-    case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.BOTH_WAYS else 3)
+    case, generator, plan = cases.make(name, schedule, 2, 4 if schedule in cases.COPIED else 3)
     own = Sharing(handlers.Local(), graphs={})
     step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=own, autodiff="graph", dynamic=True)
     for rows in (16, 9):

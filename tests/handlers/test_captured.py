@@ -37,7 +37,7 @@ CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
 
 
 def possible(name, schedule, m, way):
-    return schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
+    return schedule not in cases.COPIED or (m % 2 == 0 and name != "modules")
 
 
 def possible_over_gloo(name, schedule, m, ranks, way):

@@ -30,13 +30,13 @@ CASES, SCHEDULES = cases.UNSLICED, [*cases.SCHEDULES]
 def possible(name, schedule, m, way):
     """By default a case meets one schedule: its pieces are those that the tests of whole steps capture."""
     met = (CASES.index(name) + SCHEDULES.index(schedule)) % len(SCHEDULES) == 4
-    fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name != "modules")
+    fits = schedule not in cases.COPIED or (m % 2 == 0 and name != "modules")
     return fits and (ALL or met)
 
 
 def possible_over_gloo(name, schedule, way):
     met = (CASES.index(name) + SCHEDULES.index(schedule)) % 36 == 0
-    return (schedule not in cases.BOTH_WAYS or name != "modules") and (ALL or met)
+    return (schedule not in cases.COPIED or name != "modules") and (ALL or met)
 
 
 def pair(case, schedule, plan, way="everything", handler=None, **options):

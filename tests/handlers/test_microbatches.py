@@ -37,7 +37,7 @@ def apart(case, name, order):
 
 
 def possible(name, schedule, m, handler, **_):
-    if schedule in cases.BOTH_WAYS and (m % 2 or name == "modules"):
+    if schedule in cases.COPIED and (m % 2 or name == "modules"):
         return False
     return ALL or (CASES.index(name) + SCHEDULES.index(schedule)) % (3 if handler == "local" else 7) == 0
 
@@ -78,7 +78,7 @@ def train(rank, name, schedule, m, ranks, way):
         expected = jobs.expected_on(cases.reference(case, generator, plan), params, plan, rank, case.state is not None)
         with Signatures() as sent:
             found += jobs.differences(step(params, batch, target, state=state, rng=case.rng), expected)
-        if sent and at > (case.state is not None or schedule in cases.BOTH_WAYS):  # copies have edges of their own
+        if sent and at > (case.state is not None or schedule in cases.COPIED):  # copies have edges of their own
             found.append(f"{len(sent)} signatures in step {at}")
     return found
 

@@ -23,7 +23,7 @@ MOVING = [*zip(cases.MOVING, ["attention", "layouts", "dropout", "tied", "skip"]
 TWO = [
     *MOVING,
     *(  # "modules" has a state, which a stage with copies can't have
-        (schedule, "skip" if name == "modules" and schedule in cases.BOTH_WAYS else name, 2)
+        (schedule, "skip" if name == "modules" and schedule in cases.COPIED else name, 2)
         for schedule, name in zip(cases.SCHEDULES, cycle(NAMES), strict=False)
     ),
 ]

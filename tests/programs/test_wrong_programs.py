@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Edges, Output, Pipeline, Placement, Plan, ScheduleError, Stage, handlers, interop, lower
 from fpipe.effects import Recompute, Reduce, Update
-from fpipe.schedules import from_table, gpipe, updating
+from fpipe.schedules import from_table, gpipe, one_f_one_b, updating, zb_auto
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import vocabulary_jobs
 from tests.support.cases import MOVING
@@ -32,6 +32,11 @@ SCHEDULES["gpipe in slices"] = (
     lambda ranks, m: Plan(Placement.loop(ranks), m, slices=2),
 )
 SCHEDULES["gpipe both ways"] = (lambda plan: gpipe, lambda ranks, m: Plan(Placement.both_ways(ranks), m))
+SCHEDULES["1f1b, copies"] = (
+    lambda plan: one_f_one_b,
+    lambda ranks, m: Plan(Placement([(0, 1), *range(2, max(3, ranks))]), m),
+)
+SCHEDULES["zb-auto, copies"] = (zb_auto, lambda ranks, m: Plan(Placement([0, (1, 0), *range(2, ranks)]), m))
 SCHEDULES |= {
     f"{name}, updated": (lambda plan, e=CATALOGUE[name]: updating(e.schedule(plan)), CATALOGUE[name].plan)
     for name in few([*CATALOGUE], ["1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe"])

@@ -10,13 +10,7 @@ from fpipe import Costs, Edges, Link, Placement, Plan, draw, footprint, lower, s
 from fpipe.costs import ROUNDING
 from fpipe.schedules import lower_bound, one_f_one_b, zb_auto
 from tests.support.combinations import examples
-
-
-def copied(*counts):
-    """A placement of stages with so many copies each, one stage on a rank."""
-    ranks = iter(range(sum(counts)))
-    return Placement([[next(ranks) for _ in range(count)] for count in counts])
-
+from tests.support.copies import copied
 
 copies = st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=1, max_size=5)
 

@@ -38,6 +38,7 @@ from fpipe.schedules.partitions import Partition, balanced, even, levelled
 from fpipe.schedules.space import limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support.combinations import examples, few, one_in, thorough
+from tests.support.copies import of_one_stage
 
 UNEVEN = Costs(
     forward=[0.2, 1, 1, 2, 1, 1, 4],
@@ -257,6 +258,31 @@ def test_where_cuts_are_few_the_best_of_all_is_found(name, ranks, microbatches):
     assert found.lower_bound <= best
 
 
+LONG = Costs(*[[6, 1, 1, 1, 1]] * 3, residuals=1, parameters=[2, 4, 4, 4, 4], activation=1, communication=Link(0.1, 8))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_stage_with_copies_is_found_where_a_layer_takes_long(ranks):
+    plan = of_layers(5, ranks, 6)
+    cuts = [cut for placement in of_one_stage(ranks) for cut in even(placement, 5).every()]
+    best = min(figures_of("1f1b", cut, plan, LONG)[0] for cut in cuts)
+    found = search(plan, LONG, layouts=True, names=["1f1b"])
+    assert found.timeline.cost == pytest.approx(best, rel=1e-9)
+    without = search(plan, LONG, layouts=True, names=["1f1b"], copies=False)
+    assert found.timeline.cost < without.timeline.cost
+    assert without.plan.cycle == 1
+    ordered = search(plan, LONG, layouts=True, names=["zb-auto"])
+    assert ordered.plan.cycle > 1
+    assert found.lower_bound <= ordered.timeline.cost < found.timeline.cost
+    assert search(of_layers(5, ranks, 5), LONG, layouts=True, names=["1f1b"]).plan.cycle == 1  # none divides 5
+
+
+def test_a_limit_in_flight_counts_shares_of_the_model_on_copies_too():
+    found = search(of_layers(5, 4, 6), LONG, layouts=True, names=["zb-auto"], memory_limit=3)
+    assert found.plan.cycle > 1
+    assert found.peak <= 3
+
+
 @st.composite
 def models(draw):
     """Layers with costs of their own, on ranks; some are chains, others have a skip."""
@@ -417,6 +443,24 @@ def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
     options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
     pipeline, params = interop.split(Skipping(), at=[points[cut - 1] for cut in found.cuts], **options)
     batch, target = torch.randn(8, 4), torch.randn(8, 3)
+    results = [
+        fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
+        for handler in (handlers.Local(), handlers.Reference())
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for stage, tree in results[0][1].items():
+        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+
+
+def test_copies_of_an_encoder_run_with_the_bits_of_the_reference():
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    model = nn.Sequential(encoder, *[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+    layers, _ = interop.from_modules(model, at=range(1, len(model)), loss=nn.functional.mse_loss)
+    found = search(layers.plan(of_layers(5, 3, 6).placement, 6), LONG, layouts=True)
+    assert found.plan.placement == Placement([(0, 1), 2])
+    pipeline, params = interop.from_modules(model, at=found.cuts, loss=nn.functional.mse_loss)
+    batch, target = torch.randn(12, 6), torch.randn(12, 8)
     results = [
         fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
         for handler in (handlers.Local(), handlers.Reference())

@@ -263,15 +263,19 @@ def test_stages_that_stay_are_placed_on_any_number_of_ranks(model):
     assert (again.name, again.plan, again.timeline.cost) == (found.name, found.plan, found.timeline.cost)
 
 
-@given(st.lists(number, min_size=1, max_size=7), st.integers(1, 7))
-def test_the_largest_block_is_as_small_as_any_cut_makes_it(times, ranks):
-    ranks = min(ranks, len(times))
-    cuts = combinations(range(1, len(times)), ranks - 1)
-    least = min(max(sum(times[a:b]) for a, b in pairwise([0, *cut, len(times)])) for cut in cuts)
-    found = blocks(times, ranks)
-    assert sorted({*found}) == [*range(ranks)]
+@given(st.lists(number, min_size=1, max_size=7), st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=7))
+def test_the_largest_block_is_as_small_as_any_cut_makes_it(times, copies):
+    copies = copies[: len(times)]
+
+    def longest(ends):
+        return max(sum(times[a:b]) / count for (a, b), count in zip(pairwise(ends), copies, strict=True))
+
+    cuts = combinations(range(1, len(times)), len(copies) - 1)
+    found = blocks(times, copies)
+    assert sorted({*found}) == [*range(len(copies))]
     assert found == sorted(found)
-    assert max(sum(time for time, at in zip(times, found, strict=True) if at == rank) for rank in range(ranks)) == least
+    ends = [*map(found.index, range(len(copies))), len(times)]
+    assert longest(ends) == min(longest([0, *cut, len(times)]) for cut in cuts)
 
 
 @thorough

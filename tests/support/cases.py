@@ -395,6 +395,11 @@ def place_of(entry):
     return lambda ranks: entry.place(ranks, entry.chunks)
 
 
+def copied(ranks):
+    """A chain whose first stage has copies on the first two ranks."""
+    return Placement([tuple(range(min(2, ranks))), *range(1, ranks)])
+
+
 UNEQUAL = Costs(1, 1.5, 0.5, communication=0.3)
 SCHEDULES = {name: (getattr(schedules, name), place_of(entry)) for name, entry in ORDERS.items()} | {
     "gpipe_v": (schedules.gpipe, Placement.v),
@@ -402,6 +407,7 @@ SCHEDULES = {name: (getattr(schedules, name), place_of(entry)) for name, entry i
     "split": (split_backward, Placement.loop),
     "overlap": (overlapping, Placement.loop),
     "zb_auto": (zb_auto, Placement.loop),
+    "zb_auto_copied": (zb_auto, copied),
     "zb_v_unequal": (partial(schedules.zb_v, costs=UNEQUAL), Placement.v),
 }
 MOVING = {
@@ -413,7 +419,8 @@ MOVING = {
 }
 """Those that move residuals to the host or recompute them; no step of theirs is captured."""
 TAKE_SLICES = ["gpipe", "gpipe_v", "gpipe_both_ways", "gpipe_recomputed", "gpipe_offloaded", "seq_1f1b", "seq_zb"]
-BOTH_WAYS = [name for name, (_, place) in SCHEDULES.items() if place(2) == Placement.both_ways(2)]
+COPIED = [name for name, (_, place) in SCHEDULES.items() if any(len(ranks) > 1 for ranks in place(2).holders)]
+"""Those of stages with copies: these take an even number of microbatches, and no state."""
 
 
 def rows(microbatches):

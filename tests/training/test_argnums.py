@@ -25,7 +25,7 @@ def step_of(pipeline, schedule, plan, handler, **options):
     way=("everything", "nothing", "eager"),
     m=(2, 4),
     handler=("local", "gloo"),
-    where=lambda name, schedule, **_: name != "modules" or schedule not in cases.BOTH_WAYS,
+    where=lambda name, schedule, **_: name != "modules" or schedule not in cases.COPIED,
     singly=True,
 )
 def test_every_schedule_and_handler(pools, name, schedule, way, m, handler):

@@ -22,7 +22,7 @@ def possible(name, schedule, m, handler, max_norm, early, **_):
     """
     if early and max_norm is None:
         return False
-    fits = schedule not in cases.BOTH_WAYS or (m % 2 == 0 and name not in ("modules", "recurrent"))
+    fits = schedule not in cases.COPIED or (m % 2 == 0 and name not in ("modules", "recurrent"))
     fits = fits and (name not in cases.SLICED or schedule in cases.TAKE_SLICES)
     return fits and (handler != "reference" or schedule == "gpipe")
 

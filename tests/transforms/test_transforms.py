@@ -42,7 +42,7 @@ def test_the_gradients_are_those_of_torch_func(transform, name):
 
 
 def runs(schedule, name, m, **rest):
-    both_ways = schedule in cases.BOTH_WAYS
+    both_ways = schedule in cases.COPIED
     return fits(name=name, **rest) and not (both_ways and (m % 2 or name == "modules"))
 
 
