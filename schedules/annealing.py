@@ -15,12 +15,13 @@ scheduling by simulated annealing", Operations Research 40, 1992). Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise, product
+from itertools import cycle, groupby, pairwise, product
 from math import inf, log
 from random import Random
 from typing import NamedTuple
 
 from fpipe.costs import ROUNDING
+from fpipe.errors import ScheduleError
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
@@ -285,21 +286,29 @@ class Settings(NamedTuple):
 USUAL = Settings()
 OF_FEW = Settings(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4)
 """For an order of few microbatches, of which the search repeats a part."""
-STARTS = [Settings(seed, *each) for seed, each in enumerate(product((HOT, 2 * HOT, 4 * HOT), (ENDS, 0.0)))]
+STARTS = 6  # of `multistart`
+HOTTER = (1, 2, 4)  # times as hot as usual, in turn
 
 
-def multistart(filling: Filling, filled: Filled, bound: float) -> Filled:
+def multistart(filling: Filling, filled: Filled, bound: float, starts: int = STARTS, played: int = PLAYED) -> Filled:
     """Return the fastest filled words that annealing finds from the same words with each of several settings.
 
     Args:
-        bound: as of `annealed`.
+        bound, played: as of `annealed`.
     """
-    best = filled
-    for settings in STARTS:
+    best, ways = filled, cycle(product(HOTTER, (ENDS, 0.0)))
+    for seed, (hotter, ends) in zip(range(starts), ways, strict=False):
         if best.cost <= bound * ROUNDED:
             break
-        best = min(best, annealed(filling, filled, bound, settings=settings), key=lambda each: each.cost)
+        settings = Settings(seed, hot=hotter * HOT, ends=ends)
+        best = min(best, annealed(filling, filled, bound, played=played, settings=settings), key=lambda each: each.cost)
     return best
+
+
+def check_effort(effort: float) -> None:
+    """Raise ScheduleError for an effort that is no positive number."""
+    if not 0 < effort < inf:
+        raise ScheduleError(f"effort is times as many tries as usual, more than 0, not {effort!r}")
 
 
 def annealed(

@@ -111,17 +111,19 @@ class CatalogueEntry:
         *,
         memory_limit_bytes: float | None = None,
         resident: Residence | int | None = None,
+        effort: float = 1.0,
     ) -> Schedule:
         """Return the schedule for a plan; those that order by costs or under a memory limit use these.
 
         Args:
             resident: as in `fpipe.lower`, for the account of bytes.
+            effort: as of `zb_auto`, of schedules that order under a limit.
 
         Raises:
             ScheduleError: no order fits the limit or the costs. A wrong plan raises when the schedule runs.
         """
         if self.limited:
-            limits: dict[str, Any] = {"memory_limit_bytes": memory_limit_bytes, "resident": resident}
+            limits: dict[str, Any] = {"memory_limit_bytes": memory_limit_bytes, "resident": resident, "effort": effort}
             schedule: Schedule = self.function(plan, costs, memory_limit, **limits)
             return schedule
         return partial(self.function, costs=costs) if self.by_costs else self.function

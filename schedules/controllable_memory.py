@@ -8,6 +8,7 @@ from fpipe.effects import Effect
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
+from fpipe.schedules.annealing import check_effort
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.table import from_table
 from fpipe.schedules.v_orders import half, half_orders, min_orders, third
@@ -68,6 +69,7 @@ def v_auto(
     *,
     memory_limit_bytes: float | None = None,
     resident: Residence | int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """Return the best order found on the V placement under a memory limit, annealed from blocks and named ones.
 
@@ -77,7 +79,7 @@ def v_auto(
     Args:
         costs: of stages and transfers.
         memory_limit: the most microbatches in flight on a rank, where a chunk counts half; by default no limit.
-        memory_limit_bytes, resident: as of `zb_auto`.
+        memory_limit_bytes, resident, effort: as of `zb_auto`.
 
     Raises:
         ScheduleError: another placement, or a limit of less than one microbatch, or in bytes one that no order keeps
@@ -93,15 +95,16 @@ def v_auto(
     4.0 72.0
     """
     a_v("v_auto", plan)
+    check_effort(effort)
     limit = inf if memory_limit is None else memory_limit
     if not limit >= 1:
         raise ScheduleError(f"a microbatch that is in flight on both chunks of a rank counts 1: no order holds {limit}")
     if memory_limit_bytes is None:
-        return from_table(table(best_order(plan, costs, _chunks(plan, limit)).words, plan))
+        return from_table(table(best_order(plan, costs, _chunks(plan, limit), effort).words, plan))
 
     def order(room: Room) -> Words:
         chunks = _chunks(plan, min(limit, *whole_microbatches(plan, room)))
-        whole = best_order(plan, costs, chunks).words
+        whole = best_order(plan, costs, chunks, effort).words
         if memory_limit is not None or room.deferred == room.residuals:
             return whole
         chunks = min(2 * plan.microbatches, *room.fitting(plan, room.residuals))

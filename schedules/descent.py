@@ -42,6 +42,7 @@ SIMULATED = 3_000_000  # effects
 MOVING = 600_000  # effects that are simulated while layers and residuals move
 REPEATED = 8  # effects that are simulated in the time of moving an effect's residuals
 ORDERED = 200  # effects that are simulated in the time of ordering a stage's pass of one microbatch by costs
+QUICK = 0.2  # of the effort, until the best cuts are known
 SEEDS, ON_CUTS = 6, 3  # results from which layers move, and cuts on which schedules order under a limit
 PROMISING = 1.1  # times the cost of the best of these
 TRIES = 32  # cuts that are tried until one is better, where there are many
@@ -53,7 +54,8 @@ class Layouts:
     """The layouts of a space, under limits in microbatches in flight and in bytes on a rank."""
 
     def __init__(self, space: Space, limit: float | None, limit_bytes: float | None) -> None:
-        self.space, self.limit, self.limit_bytes = space, limit, limit_bytes
+        self.full, self.space = space, replace(space, effort=QUICK * space.effort)
+        self.limit, self.limit_bytes = limit, limit_bytes
         self.left = float(SIMULATED)
         self.programs = dict[tuple[object, ...], Programs]()
         self.refused: ScheduleError | None = None  # the first reason why schedules can't begin
@@ -81,7 +83,7 @@ class Layouts:
         ordered += self._scattered([*fixed, *ordered])
         ordered += self._reordered([*fixed, *ordered])
         ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
-        results = [*fixed, *ordered]
+        results = [*fixed, *ordered, *self._annealed(ordered)]
         if self.limit_bytes is not None:
             moved = [*self._moved(results)]
             self.left = MOVING
@@ -216,7 +218,7 @@ class Layouts:
         if by_costs:
             self.left -= ORDERED * like.plan.microbatches * like.plan.stages
         if entry.limited:
-            limits = {"memory_limit_bytes": self.limit_bytes, "resident": like.resident}
+            limits = {"memory_limit_bytes": self.limit_bytes, "resident": like.resident, "effort": self.space.effort}
         schedule = entry.schedule(cut.plan, cut.costs, limits_of_ranks(cut.plan, self.limit), **limits)
         programs = lower(schedule, cut.plan, resident=like.resident)
         if not by_costs:
@@ -272,6 +274,14 @@ class Layouts:
                     with suppress(ScheduleError):
                         ordered += self.space.results(entry, partition, self.limit, self.limit_bytes)
         return ordered
+
+    def _annealed(self, results: Sequence[Found]) -> list[Found]:
+        """Return the results of schedules that order under the limits on their best cuts, with all of the effort."""
+        annealed, limited = list[Found](), [found for found in results if named(found.name).limited]
+        for found in self._seeds(limited, self._within)[:ON_CUTS]:
+            partition = Partition(found.plan.placement, found.layers)
+            annealed += self.full.results(named(found.name), partition, self.limit, self.limit_bytes)
+        return annealed
 
     def _moved(self, results: Iterable[Found]) -> Iterator[Found]:
         """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it.

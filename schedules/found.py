@@ -32,6 +32,7 @@ class Found:
         layers: of a search of layouts, the number of layers of each stage.
         offload: the pass that moves residuals, or recomputes them, so that a limit in bytes holds; None where it does
             without.
+        effort: with which `zb_auto` or `v_auto` made the schedule.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Found:
     order: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
     offload: Offloading | None = None
+    effort: float = 1.0
 
     def __repr__(self) -> str:
         layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""

@@ -47,6 +47,7 @@ def search(
     host: float = 0.0,
     names: Sequence[str] | None = None,
     order: Order = "drawn",
+    effort: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> Found:
     """Return the named schedule of least cost within a memory limit, each at its best number of chunks.
@@ -79,6 +80,8 @@ def search(
             orders anew for the order that was found, but not on layouts. That is no search of all orders: of many
             microbatches, few exchanges are tried. The result has `order`, and costs in that order. The bound is one for
             that order; of "search", for any.
+        effort: of `zb_auto` and `v_auto`, in times of the usual. With layouts, each has a part of it, and the best ones
+            all. The result has the `effort` of its schedule.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -123,6 +126,7 @@ def search(
             progress,
             any_order=any_order,
             copying=copies,
+            effort=effort,
         )
         return replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))
 

@@ -23,6 +23,7 @@ from fpipe.programs.footprint import RankBytes, footprint
 from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs, plan_of
 from fpipe.programs.residence import residence
+from fpipe.schedules.annealing import check_effort
 from fpipe.schedules.bounds import bound_in_any_order, lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, named
 from fpipe.schedules.cuts import existing, recut_for, recut_trained
@@ -55,6 +56,7 @@ class Space:
     Args:
         any_order: whether bounds hold in any order of the microbatches, not only in that of the costs.
         copying: whether stages may have copies.
+        effort: of schedules that order under a limit, as of `zb_auto`.
     """
 
     plan: Plan
@@ -67,6 +69,7 @@ class Space:
     progress: Callable[[str], None] | None
     any_order: bool = False
     copying: bool = True
+    effort: float = 1.0
 
     @property
     def units(self) -> float:
@@ -92,9 +95,11 @@ class Space:
         progress: Callable[[str], None] | None = None,
         any_order: bool = False,
         copying: bool = True,
+        effort: float = 1.0,
     ) -> Space:
         """Check the arguments of a search."""
         costs.check(plan)
+        check_effort(effort)
         if memory_limit is not None and not memory_limit > 0:
             raise ScheduleError(f"the memory limit must be more than 0 microbatches, not {memory_limit!r}")
         if not chunks or min(chunks) < 1:
@@ -115,7 +120,7 @@ class Space:
             raise ScheduleError("host is the time of a piece beside its layers: give it with layouts=True")
         if not 0 <= host < inf:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
-        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copying)
+        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copying, effort)
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
@@ -174,7 +179,18 @@ class Space:
         played = list(self._played(entry, plan, costs, limit, limit_bytes))
         bound = self.bound(plan, costs, limit, limit_bytes)
         return [
-            Found(entry.name, schedule, plan, costs, timeline, bound, resident, account, layers=layers)
+            Found(
+                entry.name,
+                schedule,
+                plan,
+                costs,
+                timeline,
+                bound,
+                resident,
+                account,
+                layers=layers,
+                effort=self.effort,
+            )
             for schedule, (timeline, resident, account) in played
         ]
 
@@ -183,7 +199,7 @@ class Space:
     ) -> Iterator[tuple[Schedule, Played]]:
         """Yield schedules and what they give; under a limit in bytes, one for each number of whole stages."""
         limits = limits_of_ranks(plan, limit)
-        schedule = partial(entry.schedule, plan, costs, limits)
+        schedule = partial(entry.schedule, plan, costs, limits, effort=self.effort)
         if limit_bytes is None or not entry.limited:
             whole = schedule()
             for played in _played(lower(whole, plan), costs, _residents(plan)):

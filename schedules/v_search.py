@@ -21,7 +21,17 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import FEW, OF_FEW, PLAYED, ROUNDS, Player, annealed, multistart
+from fpipe.schedules.annealing import (
+    FEW,
+    OF_FEW,
+    PLAYED,
+    ROUNDS,
+    STARTS,
+    Player,
+    Settings,
+    annealed,
+    multistart,
+)
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -79,13 +89,13 @@ def ordered(schedule: str, rank: int, plan: Plan, costs: Costs | None, order: Or
         yield from passes_of.effects(order_within(plan, costs, chunks).words[rank], plan)
 
 
-def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:
+def best_order(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
     """Return the fastest order that is found with so many chunks in flight on a rank, or with fewer.
 
     A lower limit is left out if its orders, without moves or after few, are slower than more moves make up for; at the
     second one that is so without moves, the search ends.
     """
-    best, most, slower = _annealed_within(plan, costs, chunks), 2 * plan.ranks, 0
+    best, most, slower = _annealed_within(plan, costs, chunks, effort), 2 * plan.ranks, 0
     step = -(-most // LIMITS)
     for fewer in range((chunks - 1) // step * step, 1, -step) if chunks <= most else (most,):
         if lower_bound(plan, costs, fewer / 2) >= best.cost * (1 - ROUNDING):
@@ -95,7 +105,7 @@ def best_order(plan: Plan, costs: Costs, chunks: int) -> Filled:
             if slower == SLOWER:
                 break
         elif order_within(plan, costs, fewer).cost < best.cost * GAIN_OF_MORE:
-            best = min(best, _annealed_within(plan, costs, fewer), key=lambda filled: filled.cost)
+            best = min(best, _annealed_within(plan, costs, fewer, effort), key=lambda filled: filled.cost)
     return best
 
 
@@ -106,13 +116,19 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 
 @lru_cache(maxsize=64)
-def _annealed_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
+def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
     """Return the fastest order that annealing finds: with few moves, with many, and of a short order by multi-start."""
-    search, few = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
-    best = min(search.annealed(ROUNDS, PLAYED), few, key=lambda filled: filled.cost)
+    search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
+    played, starts = int(PLAYED * min(effort, 1.0)), max(1, round(STARTS * effort))
+    for seed in range(max(1, round(effort))):
+        if not search.all.is_optimal(best):
+            best = min(
+                search.annealed(ROUNDS, played, OF_FEW._replace(seed=seed)), best, key=lambda filled: filled.cost
+            )
     if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
         return best
-    return min(best, multistart(search.all.filling, search.best, search.all.bound), key=lambda filled: filled.cost)
+    more = multistart(search.all.filling, search.best, search.all.bound, starts, played)
+    return min(best, more, key=lambda filled: filled.cost)
 
 
 @lru_cache(maxsize=LIMITS)
@@ -211,11 +227,11 @@ class _Search:
         """Try words for all microbatches."""
         self._improve(self.all.fastest(words, fill, self.best.cost))
 
-    def annealed(self, rounds: int, played: int) -> Filled:
+    def annealed(self, rounds: int, played: int, settings: Settings = OF_FEW) -> Filled:
         """Return the best order after moves of passes for few microbatches; what they repeat is repeated for all.
 
         Args:
-            rounds, played: as of `annealed`.
+            rounds, played, settings: as of `annealed`.
         """
         best = self.best
         for extra in EXTRA:
@@ -224,13 +240,13 @@ class _Search:
             if self.all.is_optimal(best):
                 break
             if not more:
-                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played, OF_FEW)
+                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played, settings)
                 if best is before:  # again, it would come to the same
                     break
                 continue
             way = self._ranked()[0]
             start = few.fastest(way.make(few.microbatches), way.fill, inf)
-            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played, OF_FEW).words)
+            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played, settings).words)
             all_longer = (
                 stretched(words, period, more // period.microbatches)
                 for period in periods(words, few.starts(words))

@@ -11,7 +11,7 @@ from fpipe.effects import Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
-from fpipe.schedules.annealing import annealed
+from fpipe.schedules.annealing import PLAYED, annealed, check_effort, multistart
 from fpipe.schedules.bounds import Chain, is_chain
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
@@ -31,6 +31,7 @@ def zb_auto(
     *,
     memory_limit_bytes: float | None = None,
     resident: Residence | int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """Return the order of least cost (the largest span of a rank) that a search finds for these costs and this limit.
 
@@ -50,9 +51,11 @@ def zb_auto(
         memory_limit_bytes: bytes on a rank, of all that `fpipe.footprint` counts from the sizes in the costs. An input
             gradient frees residuals, and keeps deferred values for its weight gradient.
         resident: as in `fpipe.lower`, for the account of bytes.
+        effort: how long an order is annealed, in times of the usual: from 2 on so often, with other random numbers.
 
     Raises:
-        ScheduleError: a limit under 1, or in bytes one that no order keeps to; costs or limits that don't fit the plan.
+        ScheduleError: a limit under 1, or in bytes one that no order keeps to; costs or limits that don't fit the plan,
+            or an effort of 0.
 
     >>> from fpipe import Placement, draw
     >>> plan = Plan(Placement.loop(3), 6)
@@ -62,15 +65,16 @@ def zb_auto(
     rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
     """
     limits, work = _limits(plan, memory_limit), Work.of(plan, costs)
+    check_effort(effort)
     if memory_limit_bytes is None:
-        return from_table(table(_best(work, Room.counted(plan, limits), limits).words, plan))
+        return from_table(table(_best(work, Room.counted(plan, limits), limits, effort).words, plan))
 
     def order(room: Room) -> Words:
         whole = [*map(min, limits, whole_microbatches(plan, room))]
-        words = _best(work, room, whole).words
+        words = _best(work, room, whole, effort).words
         if memory_limit is None or all(map(le, peaks(words, work), [limit * (1 + ROUNDING) for limit in limits])):
             return words
-        return _best(work, Room.counted(plan, whole), whole).words
+        return _best(work, Room.counted(plan, whole), whole, effort).words
 
     return within_bytes(plan, costs, memory_limit_bytes, resident, order)
 
@@ -84,7 +88,7 @@ def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:
     return [min(most, plan.microbatches) for most in limits]
 
 
-def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
+def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Filled:
     """Return the fastest order that fits the room.
 
     Args:
@@ -104,7 +108,8 @@ def _best(work: Work, room: Room, whole: Sequence[float]) -> Filled:
         if best.cost > bound * (1 + ROUNDING):
             others = (repeated(filling),) if plan.cycle == 1 else tuple(_in_turn(work, whole))
             best = min([best, *others], key=lambda filled: filled.cost)
-    return annealed(filling, best, bound)
+    once = annealed(filling, best, bound, played=int(PLAYED * min(effort, 1.0)))
+    return min(once, multistart(filling, best, bound, round(effort) - 1), key=lambda filled: filled.cost)
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:

@@ -32,6 +32,7 @@ def again(found: Found, memory: Memory) -> str:
     words = ["fpipe", "simulate", found.name, *_of_plan(found.plan), *_of_costs(costs)]
     for option, limit in {"--memory-limit": in_flight.pop(), "--memory-limit-bytes": memory.limit_bytes}.items():
         words += [option, _text(limit)] if is_limited and limit is not None else []
+    words += ["--effort", _text(found.effort)] if is_limited and found.effort != 1.0 else []
     words += ["--resident", str(found.resident)] if found.resident is not None else []
     if moved := found.offload:
         words += ["--offload-limit-bytes", _text(moved.limit_bytes)]

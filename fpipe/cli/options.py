@@ -168,6 +168,10 @@ LimitBytes = Annotated[
         help="Bytes that a rank has for parameters, gradients, optimizer state and live values, as 80GiB.",
     ),
 ]
+Effort = Annotated[
+    float,
+    InPlan("--effort", min=0, metavar="TIMES", help="How long zb-auto and v-auto search, in times of the usual."),
+]
 Resident = Annotated[
     Any,
     InPlan(

@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from fpipe._format import number
 from fpipe.cli.app import OWN
 from fpipe.cli.options import (
     CostOptions,
+    Effort,
     Limit,
     LimitBytes,
     OffloadLimitBytes,
@@ -63,6 +64,7 @@ class ScheduleOptions(CostOptions, PlanOptions):
     limit: Limit = None
     limit_bytes: LimitBytes = None
     resident: Resident = None
+    effort: Effort = 1.0
     offload_limit_bytes: OffloadLimitBytes = None
     slower: Slower = 0.0
     recomputing: Recomputing = False
@@ -74,7 +76,7 @@ class ScheduleOptions(CostOptions, PlanOptions):
         Args:
             steps: how many are to be simulated.
         """
-        job = resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident))
+        job = resolve(self.name, self, self.cut, Memory(self.limit, self.limit_bytes, self.resident), self.effort)
         check_size(job.plan.stages * job.plan.slices, job.plan.microbatches, self.any_size, "--steps", steps)
         if self.update is not None:
             job = job._replace(schedule=updating(job.schedule), costs=self._with_update(job))
@@ -113,12 +115,19 @@ class Memory(NamedTuple):
             raise typer.BadParameter("bytes are those of the parameters: give --parameters", param_hint="--resident")
         return Residence(self.resident, sizes)
 
+    def limits(self, resident: Residence | int | None) -> dict[str, Any]:
+        """Return the arguments of a schedule that orders under limits."""
+        return {"memory_limit": self.limit, "memory_limit_bytes": self.limit_bytes, "resident": resident}
 
-def resolve(name: str, asked: PlanOptions, costs_of: Callable[[Plan], Costs], memory: Memory) -> Job:
+
+def resolve(
+    name: str, asked: PlanOptions, costs_of: Callable[[Plan], Costs], memory: Memory, effort: float = 1.0
+) -> Job:
     """Return the schedule that a name stands for.
 
     Args:
         costs_of: plan -> costs, for schedules that order by them.
+        effort: of schedules that order under a limit, as of `zb_auto`.
     """
     if name.endswith(".csv"):
         from fpipe.interop.torch_csv import from_csv
@@ -130,25 +139,24 @@ def resolve(name: str, asked: PlanOptions, costs_of: Callable[[Plan], Costs], me
         plan = asked.plan(None)
         costs = costs_of(plan)
         resident = memory.residence(plan, costs)
-        return Job(name, _own(name, plan, costs, memory, resident), plan, costs, resident)
+        limits = memory.limits(resident)
+        return Job(name, _own(name, plan, {"costs": costs, **limits, "effort": effort}), plan, costs, resident)
     entry = _entry(name)
     plan = asked.plan(entry)
     costs = costs_of(plan)
     resident = memory.residence(plan, costs)
-    limits: dict[str, Any] = {"memory_limit_bytes": memory.limit_bytes, "resident": resident}
-    return Job(entry.name, entry.schedule(plan, costs, memory.limit, **limits), plan, costs, resident)
+    schedule = entry.schedule(plan, costs, **memory.limits(resident), effort=effort)
+    return Job(entry.name, schedule, plan, costs, resident)
 
 
-def _own(name: str, plan: Plan, costs: Costs, memory: Memory, resident: Residence | int | None) -> Schedule:
-    """Return the schedule in a user's file: its function, or the result of one whose first parameter is `plan`."""
+def _own(name: str, plan: Plan, options: Mapping[str, Any]) -> Schedule:
+    """Return the schedule in a user's file: its function, or the result of one whose first parameter is `plan`.
+
+    Args:
+        options: the arguments for parameters of these names.
+    """
     function = _load(name)
     parameters = list(inspect.signature(function).parameters)
-    options = {
-        "costs": costs,
-        "memory_limit": memory.limit,
-        "memory_limit_bytes": memory.limit_bytes,
-        "resident": resident,
-    }
     taken = {option: options[option] for option in parameters if option in options}
     if parameters[:1] != ["plan"]:
         return partial(function, **taken)

@@ -18,6 +18,7 @@ from fpipe.cli.options import (
     SCHEDULE_HELP,
     Chunks,
     CostOptions,
+    Effort,
     InPlan,
     Json,
     Limit,
@@ -345,6 +346,7 @@ def search(
         Order,
         InPlan(help="Of microbatches with --lengths: as drawn; the longest in the middle; or searched from these."),
     ] = "drawn",
+    effort: Effort = 1.0,
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
     out: Annotated[Path | None, ToFile(help="Write what was found as torch's CSV, which every verb reads.")] = None,
     as_json: Json = False,
@@ -364,6 +366,7 @@ def search(
     """
     if of_world.world is not None:
         others = {"--memory-limit": limit, "--pareto": frontier or None, "--out": out}
+        others |= {"--effort": None if effort == 1 else effort}
         of_world.refuse(size, costs, **others, **of_layers.given)
         strategies = of_world.strategies(loops, limit_bytes)
         if as_json:
@@ -377,6 +380,8 @@ def search(
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     if frontier and of_layers.layouts:
         raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
+    if frontier and effort != 1:
+        raise typer.BadParameter("the front takes the usual one: leave one of the two out", param_hint="--effort")
     plan, stage_costs = of_layers.model(size, costs, on_command_line(context))
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
@@ -384,7 +389,7 @@ def search(
         results = (
             pareto(plan, stage_costs, **options)
             if frontier
-            else [find(plan, stage_costs, limit, order=order, **options)]
+            else [find(plan, stage_costs, limit, order=order, effort=effort, **options)]
         )
     if frontier and limit is not None:
         enforce_limit([min(each.peak for each in results)], limit)

@@ -814,6 +814,7 @@ OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward
         ("--residuals", "2", "--deferred", "1", "--memory-limit", "2.5", "--trained", "2-5", "--host", "0.25"),
         ("--replicas", "2", "--parameters", "4", "--gather", "0.5:8", "--scatter", "1", "--memory-limit-bytes", "40"),
         ("--ranks", "4", "--forward", "9,1,1,1,1,1", "--backward-input", "9,1,1,1,1,1", "--memory-limit", "3"),
+        ("--effort", "0.5"),
     ],
 )
 def test_the_command_that_a_search_of_layers_shows_gives_the_same_step(options):

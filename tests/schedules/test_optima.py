@@ -116,6 +116,27 @@ def check_near(size, times, deferred, limit):
     assert cost <= near * lower_bound(plan, costs, memory_limit_bytes=most)
 
 
+@thorough
+def test_more_effort_finds_better_orders():
+    plan, costs = Plan(Placement.loop(8), 24), Costs(*TIMES[2][:3], communication=TIMES[2][3], residuals=1, deferred=1)
+    bound, cost, seconds = lower_bound(plan, costs, memory_limit_bytes=20), dict[float, float](), dict[float, float]()
+    for effort in (0.2, 1, 16):
+        began = time.process_time()
+        schedule = zb_auto(plan, costs, memory_limit_bytes=20, effort=effort)
+        seconds[effort] = time.process_time() - began
+        verify(schedule, plan)
+        cost[effort] = simulate(schedule, plan, costs).cost / bound
+    assert cost[16] < 1.007 < cost[1] <= GAPS[(8, 24), TIMES[2], 1, 2.5]
+    assert seconds[0.2] < seconds[1] < seconds[16]
+
+
+@pytest.mark.parametrize("schedule", [zb_auto, v_auto])
+@pytest.mark.parametrize("effort", [0, -1, inf])
+def test_an_effort_is_a_number_of_times(schedule, effort):
+    with pytest.raises(ScheduleError, match="effort is times as many tries as usual, more than 0, not"):
+        schedule(Plan(Placement.v(2), 4), effort=effort)
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("size", [(8, 256), (16, 256), (32, 256)])
 def test_a_search_takes_no_more_than_ten_seconds(size):
