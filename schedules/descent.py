@@ -83,7 +83,7 @@ class Layouts:
         ordered += self._scattered([*fixed, *ordered])
         ordered += self._reordered([*fixed, *ordered])
         ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
-        results = [*fixed, *ordered, *self._annealed(ordered)]
+        results = [*fixed, *self._annealed(ordered), *ordered]  # of equal ones, the first
         if self.limit_bytes is not None:
             moved = [*self._moved(results)]
             self.left = MOVING
