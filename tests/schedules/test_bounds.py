@@ -15,8 +15,9 @@ from fpipe.programs.footprint import footprint, lasting_bytes, least_bytes
 from fpipe.schedules import from_table, gpipe, lower_bound
 from fpipe.schedules.bounds import bound_in_any_order
 from fpipe.timelines.simulator import simulate_programs
-from tests.schedules.test_optima import OPTIMA
+from tests.schedules.test_optima import problem
 from tests.support.combinations import examples
+from tests.support.instances import CHAINS
 
 quarters = st.integers(0, 12).map(lambda n: n / 4)
 
@@ -163,16 +164,13 @@ def test_all_programs_of_two_microbatches_on_two_ranks(costs, bounds):
     assert all(bound <= cost for cost, bound in bounds.values())
 
 
-@pytest.mark.parametrize("instance", OPTIMA)
+@pytest.mark.parametrize("instance", CHAINS, ids=str)
 def test_a_backward_in_the_time_of_its_halves_changes_no_bound(instance):
-    p, m, f, b, w, c, residuals, deferred, limit, scale = instance
-    plan = Plan(Placement.loop(p), m)
-    costs = Costs(f, b, w, communication=c, residuals=residuals, deferred=deferred, scale=scale, sizes=[1.0] * m)
+    (plan, costs, limit), b, w = problem(instance), instance.inputs, instance.weight
     bound = lower_bound(plan, costs, memory_limit_bytes=limit)
     for backward in b + w, b + w + 1:  # no order with fused backwards is faster than the optimum
-        assert (
-            lower_bound(plan, replace(costs, backward=backward), memory_limit_bytes=limit) == bound <= OPTIMA[instance]
-        )
+        fused = replace(costs, backward=backward)
+        assert lower_bound(plan, fused, memory_limit_bytes=limit) == bound <= CHAINS[instance]
     shorter = lower_bound(plan, replace(costs, backward=b + w / 2), memory_limit_bytes=limit)
     assert lower_bound(plan, replace(costs, backward=b + w / 2)) <= shorter < bound
 

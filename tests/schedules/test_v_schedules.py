@@ -24,6 +24,7 @@ from fpipe.schedules.v_search import _annealed_within, _searched, order_within
 from fpipe.schedules.work import Work
 from fpipe.schedules.zb_v import zb_v
 from tests.support.combinations import examples, few, one_in, sample, thorough
+from tests.support.instances import VS
 
 PEAKS = {zb_v: lambda p: p, v_half: lambda p: (p + 2) // 2, v_min: lambda p: (p + 4) // 3}  # FIGURES: microbatches
 
@@ -142,22 +143,12 @@ def test_blocks_follow_one_another_without_a_collision(p, hops, turns, stretch, 
     assert in_flight(slots, period) == max(peaks)
 
 
-OPTIMA = {  # (ranks, microbatches, chunks): cost at unit costs, proved by a constraint solver
-    (2, 6, 2): 49,
-    (2, 6, 3): 39,
-    (2, 6, 4): 36,
-    (3, 6, 3): 52,
-    (3, 9, 2): 93,
-    (3, 9, 6): 54,
-    (4, 12, 2): 149,
-}
-
-
-@pytest.mark.parametrize(("p", "m", "k"), OPTIMA)
-def test_the_search_finds_proved_optima(p, m, k):
-    timeline = simulate(v_auto(v(p, m), memory_limit=k / 2), v(p, m))
-    assert timeline.cost == OPTIMA[p, m, k]
-    assert max(timeline.peak_in_flight) <= k / 2
+@pytest.mark.parametrize("instance", VS, ids=str)
+def test_the_search_finds_proved_optima(instance):
+    plan, limit = Plan(Placement(instance.placement), instance.microbatches), instance.limit / 2
+    timeline = simulate(v_auto(plan, memory_limit=limit), plan)
+    assert timeline.cost == VS[instance]
+    assert max(timeline.peak_in_flight) <= limit
 
 
 ANNEALED = {  # (ranks, microbatches, chunks): the lower bound at unit costs, which the best block misses

@@ -1,11 +1,12 @@
-"""Prove the optima of small pipelines by constraint programming: tables of tests/schedules.
+"""Prove the optima of small pipelines, the tables of instances.py, by constraint programming.
 
     python3 -m venv build/optima && build/optima/bin/pip install ortools==9.15.6755
     build/optima/bin/python tests/support/optima.py            # a line for each instance
 
 OR-tools pins another protobuf than TensorBoard does, so it stays out of the project's environment, and this file
-imports nothing of the project. OR-tools 9.15.6755 proved the tables. What is proved is the least cost, the largest span
-of a rank, of programs whose forwards, input gradients and weight gradients run in microbatch order on each stage.
+imports nothing of the project but the tables beside it. OR-tools 9.15.6755 proved them. What is proved is the least
+cost, the largest span of a rank, of programs whose forwards, input gradients and weight gradients run in microbatch
+order on each stage.
 
 A rank runs one pass at a time. Its memory is a cumulative resource: of each microbatch and stage, `residuals` from the
 forward to the input gradient and `deferred` to the weight gradient. That is counted in whole chunks where both are 1.
@@ -15,58 +16,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from instances import CHAINS, UNPROVED, VS, Instance
 from ortools.sat.python import cp_model
 
 SECONDS = 300.0
-
-
-class Instance(NamedTuple):
-    """Times and memory are whole numbers; `placement` has the rank of each stage of a chain, of equal costs."""
-
-    placement: tuple[int, ...]
-    microbatches: int
-    forward: int
-    inputs: int
-    weight: int
-    communication: int
-    residuals: int
-    deferred: int
-    limit: int
-    scale: tuple[int, ...] = ()
-
-
-def chain(ranks: int) -> tuple[int, ...]:
-    return tuple(range(ranks))
-
-
-def v(ranks: int) -> tuple[int, ...]:
-    return (*range(ranks), *reversed(range(ranks)))
-
-
-INSTANCES = (
-    Instance(chain(2), 6, 1, 1, 1, 0, 1, 1, 1),
-    Instance(chain(3), 6, 1, 1, 1, 0, 1, 1, 2),
-    Instance(chain(4), 8, 1, 1, 1, 0, 1, 1, 3),
-    Instance(chain(4), 8, 2, 2, 6, 1, 1, 1, 4),
-    Instance(chain(4), 12, 1, 1, 1, 0, 2, 1, 8),
-    Instance(chain(4), 12, 1, 1, 1, 0, 2, 1, 10),
-    Instance(chain(4), 12, 1, 1, 1, 0, 10, 3, 40),
-    Instance(chain(3), 9, 2, 4, 1, 0, 2, 1, 6),
-    Instance(chain(4), 9, 3, 4, 2, 0, 2, 1, 8),
-    Instance(chain(3), 8, 4, 5, 3, 1, 2, 1, 5),  # 141 in 420 s, not proved
-    Instance(chain(4), 12, 10, 10, 3, 5, 10, 5, 80),
-    Instance(chain(4), 12, 10, 10, 3, 5, 10, 3, 80),
-    Instance(chain(8), 24, 1, 1, 1, 0, 1, 1, 16),
-    Instance(chain(2), 5, 2, 2, 2, 0, 1, 1, 2, (1, 3, 2, 1, 2)),
-    Instance(chain(3), 6, 2, 3, 2, 1, 1, 1, 3, (1, 3, 2, 1, 2, 1)),
-    Instance(chain(3), 6, 2, 3, 2, 0, 1, 1, 5, (1, 1, 2, 3, 2, 1)),
-    Instance(chain(4), 6, 1, 1, 1, 0, 1, 1, 4, (1, 2, 4, 3, 2, 1)),
-    Instance(v(2), 6, 1, 1, 1, 0, 1, 1, 2),
-    Instance(v(2), 6, 1, 1, 1, 0, 1, 1, 3),
-    Instance(v(3), 6, 1, 1, 1, 0, 1, 1, 3),
-)
 
 
 def solve(instance: Instance, seconds: float = SECONDS) -> tuple[bool, float]:
@@ -133,6 +88,8 @@ def _limit(
 
 
 if __name__ == "__main__":
-    for instance in INSTANCES[int(sys.argv[1]) if len(sys.argv) > 1 else 0 :]:
+    known = CHAINS | VS | UNPROVED
+    for instance in [*known][int(sys.argv[1]) if len(sys.argv) > 1 else 0 :]:
         proved, cost = solve(instance)
-        print(f"    {tuple(instance)}: {cost:g},{'' if proved else '  # not proved'}", flush=True)
+        is_known = "as known" if cost == known[instance] else f"not {known[instance]}"
+        print(f"{tuple(instance)}: {cost:g}, {is_known}{'' if proved else ', not proved'}", flush=True)
