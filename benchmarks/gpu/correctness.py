@@ -140,7 +140,7 @@ def _each(setting: Setting, tasks: Sequence[tuple[Any, str, str]], differences: 
 
 def fits(name: str, schedule: str) -> bool:
     """Whether the case has no state that copies of a stage would need."""
-    return not (schedule in cases.BOTH_WAYS and name == "modules")
+    return not (schedule in cases.COPIED and name == "modules")
 
 
 def local_differences(ranks: int, name: str, schedule: str, device: torch.device) -> list[Any]:
