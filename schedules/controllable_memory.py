@@ -110,7 +110,10 @@ def v_auto(
         chunks = min(2 * plan.microbatches, *room.fitting(plan, room.residuals))
         return annealed_blocks(Work.of(plan, costs), room, chunks, whole)
 
-    return within_bytes(plan, costs, memory_limit_bytes, resident, order)
+    def least() -> Words:
+        return best_order(plan, costs, _chunks(plan, 1), effort).words
+
+    return within_bytes(plan, costs, memory_limit_bytes, resident, order, least)
 
 
 def _chunks(plan: Plan, limit: float) -> int:

@@ -2,20 +2,24 @@
 
 An engine knows the memory of residuals and deferred values. What else is on a rank (parameters, sums of gradients, the
 optimizer's state, values on their way) is read from the account of the order that it makes, and taken off its room.
-Where that does not settle, the largest part of the room is found by bisection.
+Where that does not settle, the largest part of the room is found by bisection. Where no part is small enough, the order
+with one microbatch in flight is left: no limit that it keeps is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import floor
+from typing import NamedTuple
 
 from fpipe._format import format_bytes
 from fpipe.costs import ROUNDING, Costs
+from fpipe.effects import Compute
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
-from fpipe.programs.footprint import RankBytes, check_limit, footprint
+from fpipe.programs.footprint import RankBytes, check_limit, footprint, sums_at_ends
 from fpipe.programs.lowering import lower
+from fpipe.programs.program import Programs
 from fpipe.programs.residence import Residence
 from fpipe.schedules.table import from_table
 from fpipe.schedules.work import Room, Words, places_of, table
@@ -24,54 +28,104 @@ CORRECTIONS, BISECTIONS = 2, 6
 
 
 def within_bytes(
-    plan: Plan, costs: Costs, limit: float, resident: Residence | int | None, order: Callable[[Room], Words]
+    plan: Plan,
+    costs: Costs,
+    limit: float,
+    resident: Residence | int | None,
+    order: Callable[[Room], Words],
+    least: Callable[[], Words],
 ) -> Schedule:
     """Return the schedule of an engine, so that no rank has more bytes than the limit.
 
     Args:
         resident: as in `lower`.
         order: the engine.
+        least: the same, with one microbatch in flight on a rank.
 
     Raises:
         ScheduleError: there are no sizes, or no order that keeps to the limit is found.
     """
     check_limit(limit, costs)
+    whole = [limit] * plan.ranks
+    room = Room.sized(plan, costs, whole)
+    _check_residuals_fit(plan, room, limit)
+    ones = [sum(held) for held in _held(plan, room)]
 
-    def ordered(limits: Sequence[float]) -> tuple[Schedule, tuple[RankBytes, ...], list[float]]:
-        """Return an order within so much of residuals and deferred values, its account, and by how much it exceeds."""
-        schedule = from_table(table(order(Room.sized(plan, costs, limits)), plan))
-        accounts = footprint(lower(schedule, plan, resident=resident), costs)
-        return schedule, accounts, [account.total - limit for account in accounts]
+    def made(words: Words) -> _Made:
+        schedule = from_table(table(words, plan))
+        programs = lower(schedule, plan, resident=resident)
+        accounts = footprint(programs, costs)
+        return _Made(schedule, programs, accounts, [account.total - limit for account in accounts])
 
-    limits = [limit] * plan.ranks
-    ones = [sum(held) for held in _held(plan, Room.sized(plan, costs, limits))]
-    _check_one_fits(limit, limits, ones)
-    schedule, accounts, excess = ordered(limits)
-    fixed = [account.total - account.live for account in accounts]
-    for tries in range(CORRECTIONS + 1):
-        if max(excess) <= limit * ROUNDING:
-            return schedule
-        limits = [most - max(0.0, more) for most, more in zip(limits, excess, strict=True)]
-        if tries == CORRECTIONS or any(most < one for most, one in zip(limits, ones, strict=True)):
-            break
-        schedule, _, excess = ordered(limits)
-    limits = [limit - other for other in fixed]
-    _check_one_fits(limit, limits, ones)
-    best: Schedule | None = None
-    low, high = 0.0, 1.0  # of the room beyond one microbatch
-    for _ in range(BISECTIONS):
-        part = (low + high) / 2
-        schedule, _, excess = ordered([one + part * (most - one) for one, most in zip(ones, limits, strict=True)])
-        if max(excess) <= limit * ROUNDING:
-            best, low = schedule, part
-        else:
-            high = part
-    if best is None:
+    def within(limits: Sequence[float]) -> _Made:
+        """Return an order within so much of residuals and deferred values."""
+        return made(order(Room.sized(plan, costs, limits)))
+
+    def keeps(order: _Made) -> bool:
+        return max(order.excess) <= limit * ROUNDING
+
+    def take_one(limits: Sequence[float]) -> bool:
+        return all(one <= most for one, most in zip(ones, limits, strict=True))
+
+    def corrected(order: _Made) -> _Made | None:
+        """Take what orders exceed the limit by off their room, a few times."""
+        limits = whole
+        for _ in range(CORRECTIONS):
+            limits = [most - max(0.0, more) for most, more in zip(limits, order.excess, strict=True)]
+            if keeps(order) or not take_one(limits):
+                break
+            order = within(limits)
+        return order if keeps(order) else None
+
+    def bisected(limits: Sequence[float]) -> _Made | None:
+        """Find the largest part of the room beyond one microbatch."""
+        best, low, high = None, 0.0, 1.0
+        for _ in range(BISECTIONS):
+            part = (low + high) / 2
+            order = within([one + part * (most - one) for one, most in zip(ones, limits, strict=True)])
+            if keeps(order):
+                best, low = order, part
+            else:
+                high = part
+        return best
+
+    best: _Made | None = None
+    if take_one(whole):
+        first = within(whole)
+        best, limits = corrected(first), [limit - other for other in first.beside(costs)]
+        if best is None and take_one(limits):
+            best = bisected(limits)
+    if best is None and not keeps(best := made(least())):
+        rank = best.excess.index(max(best.excess))
+        account = best.accounts[rank]
         raise ScheduleError(
-            f"no order that was found keeps to {format_bytes(limit)} on a rank: the last one needs "
-            f"{format_bytes(max(excess))} more; take memory_limit, in microbatches"
+            f"no order that was found keeps to {format_bytes(limit)} on a rank: the least one needs "
+            f"{format_bytes(account.total)} on rank {rank}: {account}; give memory_limit_bytes more than that, or take "
+            "more ranks or shard parameters"
         )
-    return best
+    return best.schedule
+
+
+class _Made(NamedTuple):
+    """An order with its programs, their account, and by how much it exceeds the limit on each rank."""
+
+    schedule: Schedule
+    programs: Programs
+    accounts: tuple[RankBytes, ...]
+    excess: list[float]
+
+    def beside(self, costs: Costs) -> list[float]:
+        """Return by rank the most bytes beside live values while a microbatch is in flight.
+
+        Sums that come from copies may come when none is.
+        """
+        beside = []
+        for rank, account in enumerate(self.accounts):
+            program = self.programs[rank]
+            last = max((at for at, effect in enumerate(program) if isinstance(effect, Compute)), default=0)
+            sums = max(sums_at_ends(program, costs)[:last], default=0.0)
+            beside.append(account.parameters + account.optimizer + sums)
+        return beside
 
 
 def _held(plan: Plan, room: Room) -> list[list[float]]:
@@ -83,13 +137,14 @@ def _held(plan: Plan, room: Room) -> list[list[float]]:
     ]
 
 
-def _check_one_fits(limit: float, limits: Sequence[float], ones: Sequence[float]) -> None:
-    for rank, (most, one) in enumerate(zip(limits, ones, strict=True)):
-        if most <= 0 or most * (1 + ROUNDING) < one:
-            other = f", and {format_bytes(limit - most)} for parameters, gradients and the optimizer" * (most < limit)
+def _check_residuals_fit(plan: Plan, room: Room, limit: float) -> None:
+    """Raise ScheduleError if the residuals of a microbatch exceed the limit, so that no order keeps to it."""
+    for place, residuals in zip(places_of(plan), room.residuals, strict=True):
+        needed = residuals * max(room.sizes[m] for m in plan.microbatches_of(*place))
+        if needed > limit * (1 + ROUNDING):
             raise ScheduleError(
-                f"memory_limit_bytes is {format_bytes(limit)}: rank {rank} needs {format_bytes(one)} for a microbatch"
-                f"{other}; give it more than {format_bytes(limit - most + one)}, or take more ranks or shard parameters"
+                f"memory_limit_bytes is {format_bytes(limit)}: rank {place.rank} needs {format_bytes(needed)} for a "
+                f"microbatch; give it more than {format_bytes(needed)}, or take more ranks or shard parameters"
             )
 
 

@@ -76,7 +76,11 @@ def zb_auto(
             return words
         return _best(work, Room.counted(plan, whole), whole, effort).words
 
-    return within_bytes(plan, costs, memory_limit_bytes, resident, order)
+    def least() -> Words:
+        ones = [1.0] * plan.ranks
+        return _best(work, Room.counted(plan, ones), ones, effort).words
+
+    return within_bytes(plan, costs, memory_limit_bytes, resident, order, least)
 
 
 def _limits(plan: Plan, limit: float | Sequence[float] | None) -> list[float]:

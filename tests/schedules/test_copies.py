@@ -1,5 +1,6 @@
 """Schedules of stages of which some have copies, which run microbatches in turn."""
 
+from dataclasses import replace
 from inspect import cleandoc
 from math import ceil, inf, lcm
 
@@ -102,12 +103,25 @@ def test_zb_auto_takes_copies_and_keeps_to_limits(problem):
             assert cost <= simulate(one_f_one_b, plan, costs).cost * (1 + ROUNDING)
 
 
+def most_bytes(schedule, plan, costs):
+    return max(account.total for account in footprint(lower(schedule, plan), costs))
+
+
 @settings(max_examples=examples(25))
-@given(problems())
-def test_zb_auto_takes_copies_and_keeps_to_bytes(problem):
+@given(problems(), st.sampled_from([0, 1, 3]), st.sampled_from([0, 0.5, 1]))
+def test_zb_auto_takes_copies_and_keeps_to_bytes(problem, parameters, part):
+    """From what an order with one microbatch in flight has, every limit is kept, up to that of the fastest order."""
     plan, costs, _ = problem
-    limit = 8 + 0.8 * max(account.total for account in footprint(lower(zb_auto(plan, costs), plan), costs))
+    costs = replace(costs, parameters=[parameters * (1 + stage % 2) for stage in range(plan.stages)])
+    least, most = (most_bytes(zb_auto(plan, costs, limit), plan, costs) for limit in (1, None))
+    limit = least + part * max(0, most - least)
     schedule = zb_auto(plan, costs, memory_limit_bytes=limit)
-    assert max(account.total for account in footprint(lower(schedule, plan), costs)) <= limit * (1 + ROUNDING)
+    assert most_bytes(schedule, plan, costs) <= limit * (1 + ROUNDING)
     bound = lower_bound(plan, costs, memory_limit_bytes=limit)
     assert simulate(schedule, plan, costs).cost >= bound * (1 - ROUNDING)
+
+
+def test_sums_that_copies_send_at_the_end_are_not_beside_a_microbatch():
+    plan = Plan(copied(2, 2), 4)
+    costs = Costs((3, 3), (2, 1), (2, 3), activation=1, residuals=3, deferred=0.5, parameters=(1, 2))
+    assert most_bytes(zb_auto(plan, costs, memory_limit_bytes=12), plan, costs) == 12
