@@ -27,7 +27,7 @@ _CHUNK = 64  # microbatches whose ids are made at once
 class Interning:
     """The ids of one plan's names. The ids of all microbatches of a family are consecutive, block by block.
 
-    `block`: the number of microbatches of a block. Ids from one multiple of it to the next are of the same block.
+    `block_size`: the number of microbatches of a block. Ids from one multiple of it to the next are of the same block.
 
     >>> from fpipe import Placement
     >>> from fpipe.effects import Forward
@@ -40,7 +40,7 @@ class Interning:
 
     def __init__(self, plan: Plan, table: Table = TABLE) -> None:
         self.plan, self.table = plan, table
-        self.block, self._cycle = plan.microbatches // plan.cycle, plan.cycle
+        self.block_size, self._cycle = plan.microbatches // plan.cycle, plan.cycle
         self._families: dict[type, tuple[Callable[[Any], Any], dict[Any, int], bool]] = {}
         self._names: list[Callable[[int], Any]] = []  # by family: microbatch -> name
         uniform = (kind for kind, row in table.effects.items() if _is_uniform(kind, row))
@@ -61,12 +61,12 @@ class Interning:
         if not moves:
             return first
         m: int = name.microbatch
-        return first + (m if self._cycle == 1 else m % self._cycle * self.block + m // self._cycle)
+        return first + (m if self._cycle == 1 else m % self._cycle * self.block_size + m // self._cycle)
 
     def name(self, id_: int) -> Any:
         """Return the name that has an id."""
         family, at = divmod(id_, self.plan.microbatches)
-        return self._names[family](at % self.block * self._cycle + at // self.block)
+        return self._names[family](at % self.block_size * self._cycle + at // self.block_size)
 
     def ids(self, effect: Any) -> Ids:
         """Return the ids of the names that an effect needs, gives and frees."""
@@ -91,7 +91,7 @@ class Interning:
         cycle = self._cycle
         at = effect.microbatch // cycle % _CHUNK
         first = effect.microbatch - at * cycle
-        count = min(_CHUNK, self.block - first // cycle)
+        count = min(_CHUNK, self.block_size - first // cycle)
         columns = ([self._consecutive(name, at, count) for name in names] for names in self._names_of(effect))
         rows = [zip(*column, strict=True) if column else repeat((), count) for column in columns]
         if len(ids) > _CHUNK * max(1, cycle - 1):

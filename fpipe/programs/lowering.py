@@ -273,7 +273,7 @@ class _Routes:
         self._blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
 
     def of(self, id_: int) -> tuple[int | None, tuple[int, ...]]:
-        block = id_ // self.interning.block
+        block = id_ // self.interning.block_size
         if block in self._blocks:
             return self._blocks[block]
         value, table, plan = self.interning.name(id_), self.interning.table, self.interning.plan

@@ -50,7 +50,7 @@ class LiveMemory:
         self._users: Counter[int] = Counter()  # live values of each shared memory of each slice of each microbatch
         self._copies: dict[tuple[int, int], int] = {}  # of what came again: (value, shared memory) -> its own memory
         self._last_copy = 0
-        self._alike = 1 if costs.sizes else interning.block  # ids that follow one another and have the same size
+        self._alike = 1 if costs.sizes else interning.block_size  # ids that follow one another and have the same size
         self._sizes: dict[int, tuple[float, list[tuple[int, float]]]] = {}
 
     def add(self, id_: int, effect: Any = None) -> None:

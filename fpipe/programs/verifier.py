@@ -480,7 +480,7 @@ Due = dict[Edge, dict[int, Collection[int]]]
 
 
 def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
-    plan, block, due = interning.plan, interning.block, Due()
+    plan, size, due = interning.plan, interning.block_size, Due()
     kinds = _kinds_given(programs, interning.table)
 
     def add(value: Any, count: int) -> None:
@@ -489,14 +489,15 @@ def _due(programs: Programs, backward: bool, interning: Interning) -> Due:
             return
         for reader in interning.table.readers(value, plan):
             blocks, ids = due.setdefault((source, reader), {}), range(first, first + count)
-            blocks[first // block] = {*blocks[first // block], *ids} if first // block in blocks else ids
+            block = first // size
+            blocks[block] = {*blocks[block], *ids} if block in blocks else ids
 
     for stage in range(plan.stages):
         for m, t in product(range(plan.cycle), range(plan.slices)):
             if Activation in kinds:
-                add(Activation(stage, m, t), block)
+                add(Activation(stage, m, t), size)
             for consumer in plan.consumers(stage) if backward and plan.is_differentiated(stage) else ():
-                add(Gradient(stage, consumer, m, t), block)
+                add(Gradient(stage, consumer, m, t), size)
         for rank in plan.ranks_of(stage) if backward and plan.is_trained(stage) else ():
             add(WeightGradient(stage, rank), 1)
     for value in _values_given(programs, kinds - {Activation, Gradient, WeightGradient}, interning.table):
@@ -548,8 +549,8 @@ def _check_posts(
     kind: type[Any], edge: Edge, posts: list[int], due: dict[int, Collection[int]], interning: Interning
 ) -> None:
     """Check that a rank posts each value that is due on an edge, once, and no other value."""
-    (rank, peer), block = edge if kind is Send else edge[::-1], interning.block
-    stray = next((id_ for id_ in posts if id_ not in due.get(id_ // block, ())), None)
+    (rank, peer), size = edge if kind is Send else edge[::-1], interning.block_size
+    stray = next((id_ for id_ in posts if id_ not in due.get(id_ // size, ())), None)
     if stray is not None:
         raise _misdirected(kind, rank, peer, interning.name(stray), interning)
     if len(counts := Counter(posts)) < len(posts):
