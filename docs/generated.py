@@ -85,7 +85,7 @@ def section(entry: Any) -> Iterator[str]:
     yield f'<div class="timeline">{timeline._repr_svg_()}</div>\n'
     yield "| function | placement | peak in flight | of each rank here | bubble here |"
     yield "| --- | --- | --- | --- | --- |"
-    placement = entry.placement + ", copies of stages" * entry.copies
+    placement = entry.placement + ", copies of stages" * entry.takes_copies
     yield f"| {links(entry)} | {placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
     if entry.cost:
         yield f"Cost: `{entry.cost}`{where(entry.holds)}.\n"

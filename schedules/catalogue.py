@@ -53,7 +53,7 @@ class CatalogueEntry:
         idle: a bound from above on each rank's idle time in a step, a late start included, where the cost is no closed
             form; O is the time of an overlapped forward and backward of a rank's share. Empty where none is known.
         idle_holds: where it holds.
-        copies: whether single stages may have copies, with one stage on each rank.
+        takes_copies: whether single stages may have copies, with one stage on each rank.
         by_costs: whether it orders by costs.
         limited: whether it orders by costs and under the memory limit, in microbatches or bytes.
     """
@@ -73,7 +73,7 @@ class CatalogueEntry:
     peaks_hold: str = ""
     idle: str = ""
     idle_holds: str = ""
-    copies: bool = False
+    takes_copies: bool = False
     by_costs: bool = False
     limited: bool = False
     slices: int | None = None
@@ -166,7 +166,7 @@ _ENTRIES = (
         "Huang et al. 2019",
         "(m + p - 1)*S + 2*(p - 1)*c",
         "one stage on each rank",
-        copies=True,
+        takes_copies=True,
         slices=1,
     ),
     CatalogueEntry(
@@ -179,7 +179,7 @@ _ENTRIES = (
         "(m + p - 1)*S + (2*(p - 1)*m/p + 2*(p - 2))*c",
         "p divides m, p >= 2",
         peaks="min(m, p - r)",
-        copies=True,
+        takes_copies=True,
     ),
     CatalogueEntry(
         "interleaved-1f1b",
@@ -278,7 +278,7 @@ _ENTRIES = (
         _ZERO_BUBBLE,
         "m*S + max(0, 2*p - 1 - k)*F",
         f"one stage on each rank, {_EQUAL}, p <= k <= m",
-        copies=True,
+        takes_copies=True,
         limited=True,
     ),
     CatalogueEntry(

@@ -99,8 +99,9 @@ class Layouts:
         plan, times = self.space.plan, self.space.times
         if self.space.costs.overlap is not None:
             return 0.0
-        copies = [1, *self.space.copies, *(2 for entry in self.space.entries if entry.placement == "both ways")]
-        return self.space.units * max(sum(times) / plan.ranks, max(times) / max(copies))
+        of_two = [2 for entry in self.space.entries if entry.placement == "both ways"]
+        most = max([1, *self.space.counts_of_copies, *of_two])
+        return self.space.units * max(sum(times) / plan.ranks, max(times) / most)
 
     def _candidates(self, limited: bool) -> list[Found]:
         """Return the results to start from: of schedules in a fixed order, or of those that order under the limits."""
@@ -238,7 +239,7 @@ class Layouts:
         least, copied = self._least(results) * (1 - ROUNDING), list[Found]()
         loads = {each: self.space.units * max(each.loads(self.space.times)) for each in self.space.copied()}
         some = sorted((each for each in loads if loads[each] < least), key=lambda each: loads[each])
-        entries = [entry for entry in self.space.entries if entry.copies]
+        entries = [entry for entry in self.space.entries if entry.takes_copies]
         fixed = [entry for entry in entries if not entry.limited]
         for entry in fixed or entries:
             for partition in some[: None if fixed else ON_CUTS]:
@@ -263,7 +264,7 @@ class Layouts:
     def _reordered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on the best cuts of others."""
         ordered, seeds = list[Found](), self._seeds(results, self._within)[:ON_CUTS]
-        copied = [found for found in results if found.plan.cycle > 1 and named(found.name).copies]
+        copied = [found for found in results if found.plan.cycle > 1 and named(found.name).takes_copies]
         seeds += [found for found in self._seeds(copied, self._within)[:ON_CUTS] if found not in seeds]
         for best in seeds:
             partition = Partition(best.plan.placement, best.layers)

@@ -32,7 +32,7 @@ def one_f_one_b(rank: int, plan: Plan) -> Iterator[Effect]:
     rank 1  F1 F3 .  .  .  B1 .  .  .  B3
     rank 2  .  F0 B0 F1 B1 F2 B2 F3 B3
     """
-    stage = one_stage("one_f_one_b", rank, plan, otherwise="interleaved_1f1b", copies=True)
+    stage = one_stage("one_f_one_b", rank, plan, otherwise="interleaved_1f1b", takes_copies=True)
     own = plan.microbatches_of(stage, rank)
     warmup = min(_ahead(stage, plan), len(own))
     for m in own[:warmup]:

@@ -93,31 +93,30 @@ def _unevenness(loads: Sequence[float]) -> tuple[float, float]:
     return float(f"{max(loads):.12g}"), sum(load * load for load in loads)
 
 
-def blocks(times: Sequence[float], copies: Sequence[int]) -> list[int]:
+def blocks(times: Sequence[float], shares: Sequence[int]) -> list[int]:
     """Return the block of each layer, in blocks of neighbours.
 
     The longest block, whose time its copies share, is as short as it can be, and the first ones have as many layers as
     that allows.
 
     Args:
-        copies: of each block.
+        shares: the number of copies of each block.
 
     >>> blocks([1, 1, 1, 1], [1, 1, 1]), blocks([3, 1, 1, 1], [1, 1]), blocks([3, 1, 1, 1], [1, 2])
     ([0, 0, 1, 2], [0, 1, 1, 1], [0, 1, 1, 1])
     """
-    count, sums, ranks = len(times), [0.0, *accumulate(times)], len(copies)
-    least = [each / copies[0] for each in sums]  # for the first layers in the first blocks
-    for rank in range(1, ranks):
+    count, sums, last = len(times), [0.0, *accumulate(times)], len(shares) - 1
+    least = [each / shares[0] for each in sums]  # for the first layers in the first blocks
+    for block in range(1, last + 1):
         least = [
-            min((max(least[n], (sums[end] - sums[n]) / copies[rank]) for n in range(rank, end)), default=inf)
+            min((max(least[n], (sums[end] - sums[n]) / shares[block]) for n in range(block, end)), default=inf)
             for end in range(count + 1)
         ]
     limit = least[count] * (1 + ROUNDING)
-    blocks, first = list[int](), 0
-    for s in range(count):
-        rank = blocks[-1] if blocks else 0
-        are_needed = count - s == ranks - 1 - rank  # by the ranks after this one
-        if s and (are_needed or (sums[s + 1] - sums[first]) / copies[rank] > limit):
-            rank, first = rank + 1, s
-        blocks.append(rank)
-    return blocks
+    block_of, block, first = list[int](), 0, 0
+    for layer in range(count):
+        are_needed = count - layer == last - block  # by the blocks after this one
+        if layer and (are_needed or (sums[layer + 1] - sums[first]) / shares[block] > limit):
+            block, first = block + 1, layer
+        block_of.append(block)
+    return block_of

@@ -4,20 +4,20 @@ from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan
 
 
-def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str, *, copies: bool = False) -> int:
+def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str, *, takes_copies: bool = False) -> int:
     """Return the only stage of a rank.
 
     Args:
         otherwise: schedules for several chunks, for the error.
-        copies: whether the stage may have copies.
+        takes_copies: whether the stage may have copies.
 
     Raises:
         ScheduleError: the rank has several stages, or the stage has copies where it may have none.
     """
     stage, *more = plan.stages_on(rank)
-    if more or (len(plan.ranks_of(stage)) > 1 and not copies):
+    if more or (len(plan.ranks_of(stage)) > 1 and not takes_copies):
         raise ScheduleError(
-            f"{schedule} wants one stage on each rank{'' if copies else ' and no copies'}, not {plan.placement}: "
+            f"{schedule} wants one stage on each rank{'' if takes_copies else ' and no copies'}, not {plan.placement}: "
             f"take Placement.loop({plan.ranks}), or {otherwise} for several chunks"
         )
     return stage

@@ -125,7 +125,7 @@ def search(
             names,
             progress,
             any_order=any_order,
-            copying=copies,
+            copies=copies,
             effort=effort,
         )
         return replace(_search(space, memory_limit, memory_limit_bytes), order=tuple(numbers))

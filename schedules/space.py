@@ -55,7 +55,7 @@ class Space:
 
     Args:
         any_order: whether bounds hold in any order of the microbatches, not only in that of the costs.
-        copying: whether stages may have copies.
+        copies: whether stages may have copies.
         effort: of schedules that order under a limit, as of `zb_auto`.
     """
 
@@ -68,7 +68,7 @@ class Space:
     host: float
     progress: Callable[[str], None] | None
     any_order: bool = False
-    copying: bool = True
+    copies: bool = True
     effort: float = 1.0
 
     @property
@@ -94,7 +94,7 @@ class Space:
         names: Sequence[str] | None = None,
         progress: Callable[[str], None] | None = None,
         any_order: bool = False,
-        copying: bool = True,
+        copies: bool = True,
         effort: float = 1.0,
     ) -> Space:
         """Check the arguments of a search."""
@@ -112,7 +112,7 @@ class Space:
         if names is None:  # a model carries values from slice to slice, or it does not
             entries = [entry for entry in entries if entry.slices or plan.slices == 1]
             entries = [entry for entry in entries if plan.slices > 1 or entry.slices in (None, 1)]
-        if not (recut and copying):
+        if not (recut and copies):
             entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
         if layouts and not recut:
             raise ScheduleError("layouts are cuts of the plan's stages into others: leave recut=False out")
@@ -120,7 +120,7 @@ class Space:
             raise ScheduleError("host is the time of a piece beside its layers: give it with layouts=True")
         if not 0 <= host < inf:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
-        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copying, effort)
+        return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copies, effort)
 
     def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
         """Return all candidates; those that order under a limit also at lower limits than the given one."""
@@ -246,14 +246,14 @@ class Space:
         return [levelled(placement, self.times), balanced(placement, self.times)]
 
     @cached_property
-    def copies(self) -> list[int]:
+    def counts_of_copies(self) -> list[int]:
         """The numbers of copies to try of single stages, with two stages at least."""
-        takes = self.copying and any(entry.copies for entry in self.entries)
+        takes = self.copies and any(entry.takes_copies for entry in self.entries)
         return [c for c in range(2, self.plan.ranks) if takes and self.plan.microbatches % c == 0]
 
     def copied(self) -> Iterator[Partition]:
         """Yield placements of a chain in which one stage has copies, with the layers cut evenly in time."""
-        for c in self.copies:
+        for c in self.counts_of_copies:
             stages = self.plan.ranks - c + 1
             for stage in range(stages) if stages <= self.plan.stages else ():
                 ranks = iter(range(self.plan.ranks))
@@ -268,7 +268,7 @@ class Space:
     def takes(self, entry: CatalogueEntry, placement: Placement) -> bool:
         """Whether a schedule takes a placement that has been tried."""
         if any(len(ranks) > 1 for ranks in placement.holders):
-            return entry.copies
+            return entry.takes_copies
         chunks = max(1, placement.stages // placement.ranks)
         own = self._is_placed(entry, chunks) and self._own(entry, chunks).placement == placement
         return own or entry.placement == "any"
