@@ -86,7 +86,8 @@ def section(entry: Any) -> Iterator[str]:
     yield "| function | placement | peak in flight | of each rank here | bubble here |"
     yield "| --- | --- | --- | --- | --- |"
     placement = entry.placement + ", copies of stages" * entry.takes_copies
-    yield f"| {links(entry)} | {placement} | {entry.peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
+    peak = f"{entry.peak}{where(entry.peak_holds)}"
+    yield f"| {links(entry)} | {placement} | {peak} | {peaks} | {timeline.bubble_rate:.1%} |\n"
     if entry.cost:
         yield f"Cost: `{entry.cost}`{where(entry.holds)}.\n"
     if entry.idle:

@@ -41,6 +41,7 @@ class CatalogueEntry:
         chunks: stages on each rank by default; with `any_chunks`, a plan may have another number.
         peak: the peak in flight, in microbatches of a rank's share of the model, at equal costs and m large enough:
             p ranks, v chunks, m microbatches, s slices. Where stages are not alike, it says of which.
+        peak_holds: where it holds; everywhere if empty.
         slices: of each microbatch by default; None for a schedule that takes no slices.
         edges: ranks -> the edges between stages that are not alike, so that no cut of a chain of layers makes them;
             None for schedules of any chain.
@@ -69,6 +70,7 @@ class CatalogueEntry:
     source: str
     cost: str = ""
     holds: str = ""
+    peak_holds: str = ""
     peaks: str = ""
     peaks_hold: str = ""
     idle: str = ""
@@ -165,7 +167,8 @@ _ENTRIES = (
         "all forwards, then all backwards",
         "Huang et al. 2019",
         "(m + p - 1)*S + 2*(p - 1)*c",
-        "one stage on each rank",
+        "one stage on each rank, no stage has copies",
+        peak_holds="no stage has copies",
         takes_copies=True,
         slices=1,
     ),
@@ -177,8 +180,10 @@ _ENTRIES = (
         "a forward and a backward in turn",
         "Narayanan et al. 2019",
         "(m + p - 1)*S + (2*(p - 1)*m/p + 2*(p - 2))*c",
-        "p divides m, p >= 2",
+        "p divides m, p >= 2, no stage has copies",
+        peak_holds="no stage has copies",
         peaks="min(m, p - r)",
+        peaks_hold="no stage has copies",
         takes_copies=True,
     ),
     CatalogueEntry(
@@ -277,7 +282,7 @@ _ENTRIES = (
         _AUTO,
         _ZERO_BUBBLE,
         "m*S + max(0, 2*p - 1 - k)*F",
-        f"one stage on each rank, {_EQUAL}, p <= k <= m",
+        f"one stage on each rank, no stage has copies, {_EQUAL}, p <= k <= m",
         takes_copies=True,
         limited=True,
     ),

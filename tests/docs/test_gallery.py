@@ -33,6 +33,16 @@ def test_a_schedule_in_the_gallery(name):
         assert max(map(float, peaks.split(", "))) == eval(entry.peak.removesuffix(" blocks"), terms)
 
 
+@pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.takes_copies])
+def test_closed_forms_are_of_stages_without_copies(name):
+    entry = CATALOGUE[name]
+    assert "no stage has copies" in entry.holds
+    assert entry.peak_holds == ("" if entry.limited else "no stage has copies")
+    assert not entry.peaks or entry.peaks_hold == "no stage has copies"
+    row = next(line for line in "\n".join(generated.section(entry)).splitlines() if line.startswith("| {py:func}"))
+    assert f"| {entry.peak}{generated.where(entry.peak_holds)} |" in row
+
+
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.peaks])
 @pytest.mark.parametrize("p", [2, 4])
 def test_the_peak_of_each_rank(name, p):
@@ -48,7 +58,7 @@ def test_the_peak_of_each_rank(name, p):
 
 def _holds(condition, p, m):
     """Whether a condition on p and m holds, as the catalogue writes it."""
-    return {"": True, "p divides m": m % p == 0, "m >= 2*p": m >= 2 * p}[condition]
+    return {"": True, "no stage has copies": True, "p divides m": m % p == 0, "m >= 2*p": m >= 2 * p}[condition]
 
 
 @pytest.mark.parametrize("name", [name for name, entry in CATALOGUE.items() if entry.idle])
@@ -87,7 +97,7 @@ def costs_on_every_cut(entry, costs, longest):
     times = times_of(layers, costs)
     counts = (1, 2, 3) if entry.any_chunks else (entry.chunks,)
     placements = [entry.plan(layers.ranks, layers.microbatches, chunks).placement for chunks in counts]
-    for placement in placements + [*of_one_stage(layers.ranks)] * entry.copies:
+    for placement in placements + [*of_one_stage(layers.ranks)] * entry.takes_copies:
         for cut in even(placement, layers.stages).every() if placement.stages <= layers.stages else ():
             if layers.microbatches * max(cut.loads(times)) < longest:
                 grouping = Grouping(layers, cut.layers)
