@@ -16,11 +16,25 @@ def one_stage(schedule: str, rank: int, plan: Plan, otherwise: str, *, takes_cop
     """
     stage, *more = plan.stages_on(rank)
     if more or (len(plan.ranks_of(stage)) > 1 and not takes_copies):
+        wanted = f"one stage on each rank{'' if takes_copies else ' and no copies'}"
         raise ScheduleError(
-            f"{schedule} wants one stage on each rank{'' if takes_copies else ' and no copies'}, not {plan.placement}: "
-            f"take Placement.loop({plan.ranks}), or {otherwise} for several chunks"
+            f"{schedule} wants {wanted}, not {plan.placement}: take Placement.loop({plan.ranks}), or "
+            f"{_for_copies(plan) or f'{otherwise} for several chunks'}"
         )
     return stage
+
+
+def _for_copies(plan: Plan) -> str:
+    """Return which schedules take a placement in which stages have copies; nothing where none has."""
+    holders = plan.placement.holders
+    if all(len(ranks) == 1 for ranks in holders):
+        return ""
+    if plan.slices > 1:
+        return "gpipe for copies and slices"
+    if plan.ranks % 2 == 0 and plan.placement == Placement.both_ways(plan.ranks):
+        return "dualpipe for both ways"
+    alone = all(len(plan.stages_on(rank)) == 1 for rank in range(plan.ranks))
+    return "one_f_one_b, gpipe or zb_auto for copies" if alone else "gpipe or zb_auto for copies and several chunks"
 
 
 def a_loop(schedule: str, plan: Plan) -> None:

@@ -105,7 +105,7 @@ class StepSpec:
             if self.pipeline.stages[stage].stateful and len(ranks) > 1:
                 raise ScheduleError(
                     f"stage {stage} is stateful and has copies on ranks {ranks}: a state needs every microbatch in "
-                    "order, so place it on one rank"
+                    "order, so place it on one rank, as schedules.search(copies=False) does"
                 )
             if self.pipeline.stages[stage].stateful and self.plan.replicas > 1 and self.buffers is None:
                 raise ScheduleError(

@@ -485,7 +485,7 @@ def test_the_plan_must_be_the_pipelines():
 def test_a_state_has_no_copies():
     pipeline = Pipeline([Stage(lambda p, s, x: (x, s), stateful=True), affine], cases.mse)
     plan = pipeline.plan(Placement.both_ways(2), 2)
-    with pytest.raises(ScheduleError, match="stage 0 is stateful and has copies on ranks"):
+    with pytest.raises(ScheduleError, match=r"stage 0 is stateful and has copies on ranks .*search\(copies=False\)"):
         fpipe.value_and_grad(pipeline, schedules.gpipe, plan, handler=handlers.Local())
 
 
