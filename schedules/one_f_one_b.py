@@ -11,13 +11,15 @@ from fpipe.schedules.requirements import one_stage
 def one_f_one_b(rank: int, plan: Plan) -> Iterator[Effect]:
     """Warm up, then a forward and a backward in turn, then drain (Narayanan et al. 2019, PipeDream-Flush).
 
-    Peak in flight: stages - stage. One stage on each rank, in any order; fewer microbatches than ranks run.
+    Peak in flight without copies: stages - stage. One stage on each rank, in any order; fewer microbatches than ranks
+    run.
 
     A stage may have copies, which run microbatches in turn (1F1B-RR: Narayanan et al., "PipeDream", SOSP 2019, section
     3.2). The peak of each of c copies is then 1 + ceil(n / c), where n is in flight on all copies of the next stage
     together, and 0 after the last one. Where a stage takes c(F + B) for each of m microbatches, without transfers, no
-    rank's span exceeds (m + p - 1)(F + B). The cost is equal if a single stage has copies, which run two microbatches
-    each. PipeDream's peak, ceil(ranks from this stage on / c), may be lower; then ranks before copies wait.
+    rank's span exceeds (m + p - 1)(F + B). The cost is equal if one of several stages has copies, and each runs two
+    microbatches or more. PipeDream's peak, ceil(ranks from this stage on / c), may be lower; then ranks before copies
+    wait.
 
     Raises:
         ScheduleError: a rank holds several stages.
