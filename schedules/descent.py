@@ -250,7 +250,7 @@ class Layouts:
     def _scattered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on placements that have no name."""
         ordered, plan = list[Found](), self.space.plan
-        if plan.ranks == 1 or plan.slices > 1:
+        if plan.ranks == 1 or plan.slices > 1 or plan.stages < plan.ranks:
             return ordered
         least = self._least(results)
         for entry in self.space.entries:

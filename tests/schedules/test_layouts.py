@@ -277,6 +277,15 @@ def test_a_stage_with_copies_is_found_where_a_layer_takes_long(ranks):
     assert search(of_layers(5, ranks, 5), LONG, layouts=True, names=["1f1b"]).plan.cycle == 1  # none divides 5
 
 
+@pytest.mark.parametrize("names", [["1f1b"], ["zb-auto"], None])
+def test_layers_fewer_than_ranks_have_copies(names):
+    plan = Plan(Placement([(0, 1), 2]), 8)
+    found = search(plan, Costs(forward=[6, 1]), layouts=True, names=names, chunks=(1,))
+    assert (found.plan.placement, found.layers) == (plan.placement, (1, 1))
+    with pytest.raises(ScheduleError, match="each stage has at least one"):
+        search(plan, Costs(forward=[6, 1]), layouts=True, names=names, chunks=(1,), copies=False)
+
+
 def test_a_limit_in_flight_counts_shares_of_the_model_on_copies_too():
     found = search(of_layers(5, 4, 6), LONG, layouts=True, names=["zb-auto"], memory_limit=3)
     assert found.plan.cycle > 1
