@@ -218,15 +218,19 @@ def pareto(
     *,
     memory_limit_bytes: float | None = None,
     chunks: Sequence[int] = CHUNKS,
+    copies: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> list[Found]:
     """Return the Pareto front of cost and peak memory, smallest peak first.
 
     Memory is in bytes if the costs have parameters or there is a limit in bytes, else in microbatches in flight. The
     bound of each result is one in as much memory as it has itself.
+
+    Args:
+        chunks, copies, progress: as of `search`.
     """
     check_limit(memory_limit_bytes, costs)
-    space = Space.of(plan, costs, None, chunks, progress=progress)
+    space = Space.of(plan, costs, None, chunks, progress=progress, copies=copies)
     every = space.every(None, memory_limit_bytes)
     by_bytes = has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:

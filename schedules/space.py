@@ -112,8 +112,13 @@ class Space:
         if names is None:  # a model carries values from slice to slice, or it does not
             entries = [entry for entry in entries if entry.slices or plan.slices == 1]
             entries = [entry for entry in entries if plan.slices > 1 or entry.slices in (None, 1)]
+        if not recut and any(len(ranks) > 1 for ranks in plan.placement.holders):
+            raise ScheduleError(
+                f"recut=False places each stage on one rank, and stages of {plan.placement} have copies: leave "
+                "recut=False out, or order the plan as it is by schedules.zb_auto(plan, costs)"
+            )
         if not (recut and copies):
-            entries = [entry for entry in entries if entry.placement != "both ways"]  # it has copies of stages
+            entries = _without_copies(entries, "recut" if copies else "copies")
         if layouts and not recut:
             raise ScheduleError("layouts are cuts of the plan's stages into others: leave recut=False out")
         if host and not layouts:
@@ -309,6 +314,19 @@ class Space:
         if not (is_plain and self.recut):
             candidate = replace(candidate, edges=plan.edges, ties=plan.ties, cotangents=plan.cotangents)
         return Cut(candidate, recut_for(self.costs, plan, candidate))
+
+
+def _without_copies(entries: Sequence[CatalogueEntry], option: str) -> list[CatalogueEntry]:
+    """Return the entries whose own placement has no copies of stages.
+
+    Raises:
+        ScheduleError: there is none; the option is to be left out.
+    """
+    without = [entry for entry in entries if entry.placement != "both ways"]
+    if not without:
+        names = ", ".join(entry.name for entry in entries)
+        raise ScheduleError(f"{names} has copies of stages: leave {option}=False out, or name others too")
+    return without
 
 
 def _limits(largest: float, most: int = 16) -> list[float]:

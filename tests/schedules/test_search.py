@@ -343,6 +343,34 @@ def test_of_results_that_cost_the_same_the_one_of_fewest_stages_is_found():
     assert (found.plan.stages, found.timeline.cost, found.lower_bound) == (1, 3, 3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"names": ["dualpipe"], "copies": False}, "dualpipe has copies of stages: leave copies=False out"),
+        ({"names": ["dualpipe"], "copies": False, "layouts": True}, "leave copies=False out"),
+        ({"names": ["dualpipe"], "recut": False}, "dualpipe has copies of stages: leave recut=False out"),
+    ],
+)
+def test_a_search_without_copies_among_schedules_of_copies_is_refused(options, message):
+    with pytest.raises(ScheduleError, match=message):
+        search(Plan(Placement.loop(4), 8), **options)
+
+
+def test_stages_with_copies_can_not_stay():
+    plan = Plan(Placement([(0, 1), 2]), 4)
+    with pytest.raises(
+        ScheduleError, match=r"stages of Placement.* have copies: leave recut=False out, or order the plan"
+    ):
+        search(plan, recut=False)
+    assert search(plan).timeline.cost > 0
+
+
+def test_a_front_without_copies():
+    plan, costs = Plan(Placement.loop(2), 4), Costs(1, 2, 1, overlap=3)
+    names = [{each.name for each in pareto(plan, costs, chunks=(1,), copies=copies)} for copies in (True, False)]
+    assert "dualpipe" in names[0] - names[1]
+
+
 @thorough
 def test_copies_of_tied_parameters_count_whatever_the_cut():
     costs = Costs(forward=[1, 2, 3, 2], tied=[(4, (0, 3))], parameters=[5, 1, 1, 1])
