@@ -29,9 +29,9 @@ class LayerOptions:
         ),
     ] = None
 
-    copies: Annotated[
-        bool, InPlan("--copies/--no-copies", help="With --layouts: whether stages may have copies on several ranks.")
-    ] = True
+    copies: Annotated[bool, InPlan("--copies/--no-copies", help="Whether stages may have copies on several ranks.")] = (
+        True
+    )
     host: Annotated[
         float,
         InPlan(
@@ -57,9 +57,8 @@ class LayerOptions:
         """The arguments of a search."""
         if self.host and not self.layouts:
             raise typer.BadParameter("it is beside the time of layers: give it with --layouts", param_hint="--host")
-        if not (self.copies or self.layouts):
-            raise typer.BadParameter("it is for the stages of layers: give it with --layouts", param_hint="--no-copies")
-        return {"layouts": True, "copies": self.copies, "host": self.host} if self.layouts else {}
+        of_layers = {"layouts": True, "host": self.host} if self.layouts else {}
+        return {"copies": self.copies, **of_layers}
 
     def stages(self, found: Found, plan: Plan) -> int:
         """Return the stages of the cut that a result's costs are for."""
@@ -78,7 +77,7 @@ class LayerOptions:
                 "numbers of stages on a rank to try",
                 param_hint="--chunks",
             )
-        plan = _of_layers(size, costs) if self.layouts else size.plan
+        plan = _of_layers(size, costs, self.copies) if self.layouts else size.plan
         try:
             costs.check(plan)
         except ScheduleError as error:
@@ -103,21 +102,42 @@ def _changed(costs: Costs, options: CostOptions, asked: Collection[str]) -> Cost
     return replace(costs, **{name: getattr(own, name) for name in names})
 
 
-def _of_layers(size: ModelOptions, costs: Costs) -> Plan:
-    """Return the plan of as many layers as the costs have."""
+def _of_layers(size: ModelOptions, costs: Costs, copies: bool) -> Plan:
+    """Return the plan of as many layers as the costs have.
+
+    Args:
+        copies: whether one stage may have copies, so that ranks are more than layers.
+    """
     ranks, microbatches = required(size, "ranks"), required(size, "microbatches")
     listed = (getattr(costs, each.name) for each in fields(costs) if each.name not in NOT_BY_STAGE)
     counts = {len(cost) for cost in listed if isinstance(cost, tuple)}
-    if not counts or max(counts) < ranks:
+    count = max(counts, default=0)
+    placement = _placement(count, ranks, microbatches if copies else 1)
+    if placement is None:
         raise typer.BadParameter(
-            f"give costs of at least {ranks} layers, one on each rank, as --forward 1,1,2 or a file with --costs",
+            f"give costs of at least {ranks} layers, one on each rank, as --forward 1,1,2 or a file with --costs; or "
+            "of two or more, if one stage may have copies, and their number divides that of the microbatches",
             param_hint="--layouts",
         )
-    count = max(counts)
     check_size(count, microbatches, size.any_size)
     trained = None if size.trained is None else size.trained.numbers
-    placement = Placement([layer * ranks // count for layer in range(count)])
     return Plan(placement, microbatches, replicas=size.replicas, trained=trained)
+
+
+def _placement(count: int, ranks: int, microbatches: int) -> Placement | None:
+    """Return some placement of layers on all ranks, the first one with copies where ranks are more than layers.
+
+    >>> _placement(4, 2, 8), _placement(2, 3, 8), _placement(2, 4, 8)
+    (Placement((0, 0, 1, 1)), Placement(((0, 1), 2)), None)
+    """
+    if count >= ranks:
+        return Placement([layer * ranks // count for layer in range(count)])
+    for copies in range(ranks - count + 1, ranks) if count > 1 else ():
+        if microbatches % copies == 0:
+            others = range(copies, ranks)
+            of_layers = [others[layer * len(others) // (count - 1)] for layer in range(count - 1)]
+            return Placement([tuple(range(copies)), *of_layers])
+    return None
 
 
 def stages_as_json(found: Found) -> dict[str, object]:

@@ -455,6 +455,18 @@ class CostOptions:
             raise typer.BadParameter("all are 0: give one length for each microbatch", param_hint="--lengths")
         return tuple(length * len(lengths) / sum(lengths) for length in lengths)
 
+    def has_shares(self, plan: Plan) -> bool:
+        """Whether a cost is one number for a rank's share of the model, and a stage of the plan has another part."""
+        costs = self._without_lists
+        return of_shares(costs, plan) != costs
+
+    @property
+    def _without_lists(self) -> Costs:
+        """The costs with zeros for those that are listed by stage."""
+        listed = [name for name in _each_cost(self) if isinstance(getattr(self.costs, name), tuple)]
+        none: dict[str, Any] = dict.fromkeys(listed, 0.0)
+        return replace(self.costs, **none)
+
     def validated(self, plan: Plan) -> Costs:
         """Return the costs; raise if they do not fit the plan."""
         try:
@@ -473,5 +485,4 @@ class CostOptions:
         listed: dict[str, Any] = {
             name: cost for name in _each_cost(self) if isinstance(cost := getattr(costs, name), tuple)
         }
-        none: dict[str, Any] = dict.fromkeys(listed, 0.0)
-        return of_slice(replace(of_shares(replace(costs, **none), plan), **listed), plan.slices)
+        return of_slice(replace(of_shares(self._without_lists, plan), **listed), plan.slices)

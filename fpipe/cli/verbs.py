@@ -3,6 +3,7 @@
 import csv
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from math import floor
 from pathlib import Path
@@ -90,7 +91,8 @@ def result(
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
-        keys = ("placement", "chunks", "any_chunks", "slices", "peak", "cost", "holds", "idea", "source")
+        keys = ("placement", "takes_copies", "chunks", "any_chunks", "slices", "peak", "peak_holds")
+        keys += ("cost", "holds", "idea", "source")
         print_json({name: attributes(entry, *keys) for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table
@@ -99,7 +101,7 @@ def schedules(as_json: Json = False) -> None:
     listing = table(columns, words=columns, folded=columns[-1:])
     for name, entry in CATALOGUE.items():
         listing.add_row(name, entry.placement, entry.peak, f"{entry.idea} [dim]({entry.source})[/dim]")
-    units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model."
+    units = "Peak: in flight at equal costs, in microbatches of a rank's share of the model; stages' copies change it."
     show(listing, "p ranks, v stages on each, m microbatches of s slices.", units)
 
 
@@ -136,7 +138,8 @@ def verify(
         return
     from fpipe.cli.tables import memory_of, share_of, verdict
 
-    show(verdict(job.name, report), *(share_of(job.plan) if sized(job.costs) else []), *memory_of(accounts))
+    notes = share_of(job.plan) if sized(job.costs) and options.has_shares(job.plan) else []
+    show(verdict(job.name, report), *notes, *memory_of(accounts))
 
 
 @verb(
@@ -178,7 +181,7 @@ def simulate(
     from fpipe.cli.tables import above, account, headline, memory_of, share_of
 
     scale = scale_of(timeline.makespan, unit)
-    notes = share_of(timeline.plan)
+    notes = share_of(timeline.plan) if options.has_shares(timeline.plan) else []
     if any(limits.values()) and steps is None:
         notes += above(timeline.cost, lower_bound(timeline.plan, timeline.costs, **limits), scale)
     show(headline(name, timeline, scale), *notes, account(timeline, scale), *memory_of(simulated.footprint))
@@ -237,7 +240,7 @@ def draw(
         from fpipe.cli.tables import gantt, headline, share_of
 
         screen = console(width)
-        notes = share_of(timeline.plan)
+        notes = share_of(timeline.plan) if options.has_shares(timeline.plan) else []
         screen.print(headline(name, timeline), *notes, gantt(timeline, screen, scale), sep="\n")
 
 
@@ -348,7 +351,10 @@ def search(
     ] = "drawn",
     effort: Effort = 1.0,
     frontier: Annotated[bool, typer.Option("--pareto", help="Show time against peak memory, not the fastest.")] = False,
-    out: Annotated[Path | None, ToFile(help="Write what was found as torch's CSV, which every verb reads.")] = None,
+    out: Annotated[
+        Path | None,
+        ToFile(help="Write what was found as torch's CSV, which every verb reads; --no-copies goes with it."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Search for the fastest schedule, and a lower bound.
@@ -360,6 +366,7 @@ def search(
 
     With --layouts, costs are those of layers, one a layer: search also where to
     cut them into stages, which stage has copies, and what to move out of memory.
+    With --no-copies, and with --out, no stage has copies, as DualPipe's have.
 
     With --world in place of --ranks, search parallel strategies of a transformer over
     so many ranks: pipelines, replicas, tensor, context and expert parallel.
@@ -382,7 +389,12 @@ def search(
         raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
     if frontier and effort != 1:
         raise typer.BadParameter("the front takes the usual one: leave one of the two out", param_hint="--effort")
-    plan, stage_costs = of_layers.model(size, costs, on_command_line(context))
+    asked = on_command_line(context)
+    if out and of_layers.copies and "copies" in asked:
+        raise typer.BadParameter("the file has no copies of stages: leave --copies out", param_hint="--out")
+    if out:
+        of_layers = replace(of_layers, copies=False)
+    plan, stage_costs = of_layers.model(size, costs, asked)
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes} | of_layers.searched

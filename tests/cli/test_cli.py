@@ -892,6 +892,58 @@ def test_the_hosts_time_of_a_piece_is_one_beside_layers():
     assert one["cost"] < other["cost"]
 
 
+LONG = (
+    "--ranks",
+    "3",
+    "--microbatches",
+    "8",
+    *(f"--{each}=6,1,1" for each in ("forward", "backward-input", "backward-weight")),
+)
+
+
+def test_a_file_has_no_copies_of_stages(tmp_path):
+    search_, file = ("search", "--layouts", *LONG, "--loops", "1"), tmp_path / "found.csv"
+    assert told(*search_)["placement"] == [[0, 1], [2]]
+    written = told(*search_, "--out", file)
+    assert written["placement"] == [[0], [1], [2]] == told(*search_, "--no-copies")["placement"]
+    assert told("simulate", file)["ranks"] == 3
+    assert "leave --copies out" in said(run(*search_, "--copies", "--out", file, status=2))
+
+
+def test_a_search_of_equal_stages_without_copies():
+    options = (
+        "search",
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--backward-input",
+        "2",
+        "--overlap",
+        "3",
+        "--loops",
+        "1",
+    )
+    assert [told(*options, *no)["schedule"] == "dualpipe" for no in ((), ("--no-copies",))] == [True, False]
+    with_copies, without = (told(*options, "--pareto", *no) for no in ((), ("--no-copies",)))
+    assert "dualpipe" in {each["schedule"] for each in with_copies} - {each["schedule"] for each in without}
+
+
+def test_layers_fewer_than_ranks_have_copies():
+    options = ("search", "--layouts", "--ranks", "3", "--forward", "6,1", "--loops", "1", "--microbatches")
+    assert told(*options, "8")["placement"] == [[0, 1], [2]]
+    for wrong in (("7",), ("8", "--no-copies")):
+        assert "or of two or more, if one stage may have copies" in said(run(*options, *wrong, status=2))
+
+
+@pytest.mark.parametrize("verb", ["simulate", "draw"])
+def test_costs_that_are_listed_are_no_shares(verb):
+    listed = [f"--{each}=2,1" for each in ("forward", "backward-input", "backward-weight")]
+    job = (verb, "1f1b", "--placement", "0+1,2", "--microbatches", "4")
+    assert "a stage takes 3/2 of them" in run(*job, *listed[:2]).stdout
+    assert "of them" not in run(*job, *listed).stdout
+
+
 def test_layers_are_no_stages_of_a_rank():
     found = said(run(*OF_LAYERS, "--microbatches", "4", "--chunks", "2", status=2))
     assert "with --layouts costs are those of layers" in found
@@ -1113,7 +1165,10 @@ def test_as_a_module():
 
 
 def test_schedules_lists_the_catalogue():
-    assert list(told("schedules")) == NAMES
+    catalogue = told("schedules")
+    assert list(catalogue) == NAMES
+    assert [name for name, entry in catalogue.items() if entry["takes_copies"]] == ["gpipe", "1f1b", "zb-auto"]
+    assert (catalogue["1f1b"]["peak"], catalogue["1f1b"]["peak_holds"]) == ("p", "no stage has copies")
 
 
 @pytest.mark.parametrize("name", NAMES)
