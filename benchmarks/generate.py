@@ -1,13 +1,14 @@
 """Measure how many tokens a second a pipeline generates, beside one process, and beside `model.generate`.
 
     python -m benchmarks.generate
-    python -m benchmarks.generate --width 128 512 --microbatches 2 4 --tokens 128
+    python -m benchmarks.generate --width 128 512 --microbatches 2 --tokens 128
 
 A GPT-2 of random weights, whose head takes the time of a layer, generates from 8 prompts. `tokens_per_s` is of ranks
 over gloo, one thread each; `one_process` of a process that runs the same microbatches through the same stages, at one
 thread; and `batch_generate` of `model.generate` with all prompts as one batch, at one thread. They take turns, and
 `ratio` is the median over rounds of the first over the second, `batch_ratio` of the first over the third. `equal` is
-whether all three give the same tokens.
+whether all three give the same tokens. With as many microbatches as ranks, each rank waits for the one before it at
+every token; with twice as many it does not, but passes of fewer prompts take longer for each.
 
 `bound` is the ratio if no rank ever waited: the time that all pieces take in one process, while the other cores have
 nothing to do, over that of the busiest rank, while all ranks compute. It is less than the number of ranks where cores
@@ -274,7 +275,7 @@ def main() -> None:
     parser = models.parser(__doc__, rounds=7, limit=900)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, nargs="+", choices=(64, 128, 256, 512, 768), default=[512])
-    parser.add_argument("--microbatches", type=int, nargs="+", choices=(1, 2, 4, 8), default=[2])
+    parser.add_argument("--microbatches", type=int, nargs="+", choices=(1, 2, 4, 8), default=[2, 4])
     parser.add_argument("--tokens", type=models.positive, nargs="+", default=[32])
     parser.add_argument("--prompt-slices", type=models.positive, nargs="+", default=[1])
     models.add_out(parser)
