@@ -39,6 +39,10 @@ def possible(name, schedule, m, way, ranks, **_):
     where=possible,
 )
 def test_training(pools, name, schedule, way, m, handler, ranks):
+    check_training(pools, name, schedule, way, m, handler, ranks)
+
+
+def check_training(pools, name, schedule, way, m, handler, ranks):
     if handler == "gloo":
         assert pools(ranks).run(jobs.train, name, schedule, m, ranks, way) == [[]] * ranks
     else:
@@ -47,6 +51,12 @@ def test_training(pools, name, schedule, way, m, handler, ranks):
         step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=local, **jobs.WAYS[way], **case.options)
         found = step(case.params, case.batch, case.target, state=case.state, rng=case.rng)
         assert jobs.differences(found, cases.oracle(name, plan)) == []
+
+
+@pytest.mark.parametrize("name", few(["linear", "skip", "tied", "dropout", "weighted"], ["skip", "tied"]))
+@pytest.mark.parametrize("handler", ["local", "gloo"])
+def test_1f1b_of_copies_that_have_their_ranks_alone(pools, name, handler):
+    check_training(pools, name, "one_f_one_b_copied", "everything", 4, handler, 4)
 
 
 @one_in(2)

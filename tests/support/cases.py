@@ -396,8 +396,16 @@ def place_of(entry):
 
 
 def copied(ranks):
-    """A chain whose first stage has copies on the first two ranks."""
+    """Stages of which the first has copies on the first two ranks, and the next is on the second too.
+
+    So as many ranks have as many stages, two ranks too, and a rank has a stage with copies beside one without.
+    """
     return Placement([tuple(range(min(2, ranks))), *range(1, ranks)])
+
+
+def copied_alone(ranks):
+    """A chain of three ranks or more with a stage on each, whose first has copies: as the search finds them."""
+    return Placement([(0, 1), *range(2, ranks)])
 
 
 UNEQUAL = Costs(1, 1.5, 0.5, communication=0.3)
@@ -418,6 +426,8 @@ MOVING = {
     "dualpipe_v_moved": (moving(schedules.dualpipe_v, lambda m: m % 2 == 0), Placement.v),
 }
 """Those that move residuals to the host or recompute them; no step of theirs is captured."""
+OF_THREE = {"one_f_one_b_copied": (schedules.one_f_one_b, copied_alone)}
+"""Those of three ranks or more."""
 TAKE_SLICES = ["gpipe", "gpipe_v", "gpipe_both_ways", "gpipe_recomputed", "gpipe_offloaded", "seq_1f1b", "seq_zb"]
 COPIED = [name for name, (_, place) in SCHEDULES.items() if any(len(ranks) > 1 for ranks in place(2).holders)]
 """Those of stages with copies: these take an even number of microbatches, and no state."""
@@ -430,7 +440,7 @@ def rows(microbatches):
 
 def make(name, schedule, ranks, microbatches, rows=ROWS):
     """(case, schedule, plan), the same in every process."""
-    generator, place = (SCHEDULES | MOVING)[schedule]
+    generator, place = (SCHEDULES | MOVING | OF_THREE)[schedule]
     placement = place(ranks)
     case = built(name, placement.stages, rows)
     return case, generator, case.pipeline.plan(placement, microbatches, slices=case.slices)
