@@ -61,30 +61,30 @@ def within_bytes(
         """Return an order within so much of residuals and deferred values."""
         return made(order(Room.sized(plan, costs, limits)))
 
-    def keeps(order: _Made) -> bool:
-        return max(order.excess) <= limit * ROUNDING
+    def keeps(result: _Made) -> bool:
+        return max(result.excess) <= limit * ROUNDING
 
     def take_one(limits: Sequence[float]) -> bool:
-        return all(one <= most for one, most in zip(ones, limits, strict=True))
+        return all(one <= most * (1 + ROUNDING) for one, most in zip(ones, limits, strict=True))
 
-    def corrected(order: _Made) -> _Made | None:
+    def corrected(result: _Made) -> _Made | None:
         """Take what orders exceed the limit by off their room, a few times."""
         limits = whole
         for _ in range(CORRECTIONS):
-            limits = [most - max(0.0, more) for most, more in zip(limits, order.excess, strict=True)]
-            if keeps(order) or not take_one(limits):
+            limits = [most - max(0.0, more) for most, more in zip(limits, result.excess, strict=True)]
+            if keeps(result) or not take_one(limits):
                 break
-            order = within(limits)
-        return order if keeps(order) else None
+            result = within(limits)
+        return result if keeps(result) else None
 
     def bisected(limits: Sequence[float]) -> _Made | None:
         """Find the largest part of the room beyond one microbatch."""
         best, low, high = None, 0.0, 1.0
         for _ in range(BISECTIONS):
             part = (low + high) / 2
-            order = within([one + part * (most - one) for one, most in zip(ones, limits, strict=True)])
-            if keeps(order):
-                best, low = order, part
+            result = within([one + part * (most - one) for one, most in zip(ones, limits, strict=True)])
+            if keeps(result):
+                best, low = result, part
             else:
                 high = part
         return best
@@ -95,15 +95,16 @@ def within_bytes(
         best, limits = corrected(first), [limit - other for other in first.beside(costs)]
         if best is None and take_one(limits):
             best = bisected(limits)
-    if best is None and not keeps(best := made(least())):
-        rank = best.excess.index(max(best.excess))
-        account = best.accounts[rank]
+    last = made(least()) if best is None else best
+    if not keeps(last):
+        rank = last.excess.index(max(last.excess))
+        account = last.accounts[rank]
         raise ScheduleError(
             f"no order that was found keeps to {format_bytes(limit)} on a rank: the least one needs "
-            f"{format_bytes(account.total)} on rank {rank}: {account}; give memory_limit_bytes more than that, or take "
+            f"{format_bytes(account.total)} on rank {rank}: {account}; set memory_limit_bytes to that, or take "
             "more ranks or shard parameters"
         )
-    return best.schedule
+    return last.schedule
 
 
 class _Made(NamedTuple):

@@ -91,8 +91,8 @@ def result(
 def schedules(as_json: Json = False) -> None:
     """List the named schedules."""
     if as_json:
-        keys = ("placement", "takes_copies", "chunks", "any_chunks", "slices", "peak", "peak_holds")
-        keys += ("cost", "holds", "idea", "source")
+        of_plans = ("placement", "takes_copies", "chunks", "any_chunks", "slices")
+        keys = (*of_plans, "peak", "peak_holds", "cost", "holds", "idea", "source")
         print_json({name: attributes(entry, *keys) for name, entry in CATALOGUE.items()})
         return
     from fpipe.cli.tables import table
