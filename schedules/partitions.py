@@ -112,11 +112,18 @@ def blocks(times: Sequence[float], shares: Sequence[int]) -> list[int]:
             min((max(least[n], (sums[end] - sums[n]) / shares[block]) for n in range(block, end)), default=inf)
             for end in range(count + 1)
         ]
+    if least[count] == inf:  # fewer layers than blocks
+        return [0] * count
     limit = least[count] * (1 + ROUNDING)
-    block_of, block, first = list[int](), 0, 0
-    for layer in range(count):
-        are_needed = count - layer == last - block  # by the blocks after this one
-        if layer and (are_needed or (sums[layer + 1] - sums[first]) / shares[block] > limit):
-            block, first = block + 1, layer
-        block_of.append(block)
+
+    def ends(first: int, block: int, rest: Sequence[int]) -> list[int]:
+        """Return where a block that starts at a layer may end, so that the later blocks have the rest."""
+        return [end for end in rest if end > first and (sums[end] - sums[first]) / shares[block] <= limit]
+
+    rests = [[count]]  # from the last block on: the layers with which it may start
+    for block in range(last, 0, -1):
+        rests.insert(0, [n for n in range(count) if ends(n, block, rests[0])])
+    block_of = list[int]()
+    for block, rest in enumerate(rests):
+        block_of += [block] * (max(ends(len(block_of), block, rest)) - len(block_of))
     return block_of
