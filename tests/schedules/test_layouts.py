@@ -266,30 +266,30 @@ def test_a_stage_with_copies_is_found_where_a_layer_takes_long(ranks):
     plan = of_layers(5, ranks, 6)
     cuts = [cut for placement in of_one_stage(ranks) for cut in even(placement, 5).every()]
     best = min(figures_of("1f1b", cut, plan, LONG)[0] for cut in cuts)
-    found = search(plan, LONG, layouts=True, names=["1f1b"])
-    assert found.timeline.cost == pytest.approx(best, rel=1e-9)
+    layout = search(plan, LONG, layouts=True, names=["1f1b"])
+    assert layout.timeline.cost == pytest.approx(best, rel=1e-9)
     without = search(plan, LONG, layouts=True, names=["1f1b"], copies=False)
-    assert found.timeline.cost < without.timeline.cost
+    assert layout.timeline.cost < without.timeline.cost
     assert without.plan.cycle == 1
     ordered = search(plan, LONG, layouts=True, names=["zb-auto"])
     assert ordered.plan.cycle > 1
-    assert found.lower_bound <= ordered.timeline.cost < found.timeline.cost
+    assert layout.lower_bound <= ordered.timeline.cost < layout.timeline.cost
     assert search(of_layers(5, ranks, 5), LONG, layouts=True, names=["1f1b"]).plan.cycle == 1  # none divides 5
 
 
 @pytest.mark.parametrize("names", [["1f1b"], ["zb-auto"], None])
 def test_layers_fewer_than_ranks_have_copies(names):
     plan = Plan(Placement([(0, 1), 2]), 8)
-    found = search(plan, Costs(forward=[6, 1]), layouts=True, names=names, chunks=(1,))
-    assert (found.plan.placement, found.layers) == (plan.placement, (1, 1))
+    layout = search(plan, Costs(forward=[6, 1]), layouts=True, names=names, chunks=(1,))
+    assert (layout.plan.placement, layout.layers) == (plan.placement, (1, 1))
     with pytest.raises(ScheduleError, match="each stage has at least one"):
         search(plan, Costs(forward=[6, 1]), layouts=True, names=names, chunks=(1,), copies=False)
 
 
 def test_a_limit_in_flight_counts_shares_of_the_model_on_copies_too():
-    found = search(of_layers(5, 4, 6), LONG, layouts=True, names=["zb-auto"], memory_limit=3)
-    assert found.plan.cycle > 1
-    assert found.peak <= 3
+    layout = search(of_layers(5, 4, 6), LONG, layouts=True, names=["zb-auto"], memory_limit=3)
+    assert layout.plan.cycle > 1
+    assert layout.peak <= 3
 
 
 @st.composite
@@ -412,8 +412,8 @@ def test_copies_are_not_free_where_nothing_says_what_they_take():
     plan, costs = of_layers(7, 2, 6), replace(UNEVEN, optimizer=0)
     options = {"layouts": True, "names": ["1f1b"], "chunks": (1,)}
     limit = 0.9 * search(plan, costs, **options).bytes
-    found = search(plan, costs, memory_limit_bytes=limit, **options)
-    programs = lower(found.schedule, found.plan, offload=found.offload)
+    layout = search(plan, costs, memory_limit_bytes=limit, **options)
+    programs = lower(layout.schedule, layout.plan, offload=layout.offload)
     assert not any(isinstance(effect, Offload) for program in programs.values() for effect in program)
 
 
@@ -443,6 +443,17 @@ def test_what_no_layout_can_be_is_refused(options, message):
         search(of_layers(3, 2, 2), costs, **{"layouts": True, **options})
 
 
+def check_bits(layout, pipeline, params, batch, target):
+    """Compare a step of a layout on `Local` with that of `Reference`."""
+    results = [
+        fpipe.value_and_grad(pipeline, layout.schedule, layout.plan, handler=handler)(params, batch, target)
+        for handler in (handlers.Local(), handlers.Reference())
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    for stage, tree in results[0][1].items():
+        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+
+
 @thorough
 def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
     fine, _, costs = profiled([1, 2, 3, 4, 5])
@@ -452,13 +463,7 @@ def test_what_was_found_for_a_profile_runs_with_the_bits_of_the_reference():
     options = {"example": torch.randn(2, 4), "loss": nn.functional.mse_loss}
     pipeline, params = interop.split(Skipping(), at=[points[cut - 1] for cut in found.cuts], **options)
     batch, target = torch.randn(8, 4), torch.randn(8, 3)
-    results = [
-        fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
-        for handler in (handlers.Local(), handlers.Reference())
-    ]
-    assert torch.equal(results[0][0], results[1][0])
-    for stage, tree in results[0][1].items():
-        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+    check_bits(found, pipeline, params, batch, target)
 
 
 def test_copies_of_an_encoder_run_with_the_bits_of_the_reference():
@@ -466,17 +471,11 @@ def test_copies_of_an_encoder_run_with_the_bits_of_the_reference():
     encoder = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
     model = nn.Sequential(encoder, *[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
     layers, _ = interop.from_modules(model, at=range(1, len(model)), loss=nn.functional.mse_loss)
-    found = search(layers.plan(of_layers(5, 3, 6).placement, 6), LONG, layouts=True)
-    assert found.plan.placement == Placement([(0, 1), 2])
-    pipeline, params = interop.from_modules(model, at=found.cuts, loss=nn.functional.mse_loss)
+    layout = search(layers.plan(of_layers(5, 3, 6).placement, 6), LONG, layouts=True)
+    assert layout.plan.placement == Placement([(0, 1), 2])
+    pipeline, params = interop.from_modules(model, at=layout.cuts, loss=nn.functional.mse_loss)
     batch, target = torch.randn(12, 6), torch.randn(12, 8)
-    results = [
-        fpipe.value_and_grad(pipeline, found.schedule, found.plan, handler=handler)(params, batch, target)
-        for handler in (handlers.Local(), handlers.Reference())
-    ]
-    assert torch.equal(results[0][0], results[1][0])
-    for stage, tree in results[0][1].items():
-        assert all(torch.equal(tree[name], results[1][1][stage][name]) for name in tree)
+    check_bits(layout, pipeline, params, batch, target)
 
 
 SMALL = Costs(residuals=10, parameters=10, offload=0.05, fetch=0.05)
