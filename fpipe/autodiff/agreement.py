@@ -155,7 +155,8 @@ def exchange(
             with suppress(TransportError):
                 now = store.within(LAST_WORD)
                 now.delete(keys[rank])
-                _raise_to(now, f"given up by {rank}", number)
+                given_up = f"given up by {rank}"
+                now.add(given_up, number - now.add(given_up, 0))
             raise
         return [json.loads(text) for text in store.multi_get([*keys.values()])]
 
@@ -166,15 +167,10 @@ def _next(store: JobStore, rank: int, group: Ranks) -> int:
     A process that gives one up may be the only one that began it, or the last one that was in it. The others have not
     counted it in the first case, and have in the second one: so they all go on behind it.
     """
-    count = f"count of {rank}"
-    number = 1 + max(store.add(key, 0) for key in (count, *(f"given up by {each}" for each in group)))
-    _raise_to(store, count, number)
+    count = store.add(f"count of {rank}", 0)
+    number = 1 + max(count, *(store.add(f"given up by {each}", 0) for each in group))
+    store.add(f"count of {rank}", number - count)
     return number
-
-
-def _raise_to(store: JobStore, key: str, number: int) -> None:
-    """Write a number that this process alone writes, and that does not fall."""
-    store.add(key, number - store.add(key, 0))
 
 
 def _post(piece: str, group: Iterable[int], text: str, turn: int | None, sends: Any, receives: Any) -> Post:
