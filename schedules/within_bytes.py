@@ -51,23 +51,23 @@ def within_bytes(
     _check_residuals_fit(plan, room, limit)
     ones = [sum(held) for held in _held(plan, room)]
 
-    def made(words: Words) -> _Made:
+    def candidate(words: Words) -> _Candidate:
         schedule = from_table(table(words, plan))
         programs = lower(schedule, plan, resident=resident)
         accounts = footprint(programs, costs)
-        return _Made(schedule, programs, accounts, [account.total - limit for account in accounts])
+        return _Candidate(schedule, programs, accounts, [account.total - limit for account in accounts])
 
-    def within(limits: Sequence[float]) -> _Made:
+    def within(limits: Sequence[float]) -> _Candidate:
         """Return an order within so much of residuals and deferred values."""
-        return made(order(Room.sized(plan, costs, limits)))
+        return candidate(order(Room.sized(plan, costs, limits)))
 
-    def keeps(result: _Made) -> bool:
+    def keeps(result: _Candidate) -> bool:
         return max(result.excess) <= limit * ROUNDING
 
     def take_one(limits: Sequence[float]) -> bool:
         return all(one <= most * (1 + ROUNDING) for one, most in zip(ones, limits, strict=True))
 
-    def corrected(result: _Made) -> _Made | None:
+    def corrected(result: _Candidate) -> _Candidate | None:
         """Take what orders exceed the limit by off their room, a few times."""
         limits = whole
         for _ in range(CORRECTIONS):
@@ -77,7 +77,7 @@ def within_bytes(
             result = within(limits)
         return result if keeps(result) else None
 
-    def bisected(limits: Sequence[float]) -> _Made | None:
+    def bisected(limits: Sequence[float]) -> _Candidate | None:
         """Find the largest part of the room beyond one microbatch."""
         best, low, high = None, 0.0, 1.0
         for _ in range(BISECTIONS):
@@ -89,13 +89,13 @@ def within_bytes(
                 high = part
         return best
 
-    best: _Made | None = None
+    best: _Candidate | None = None
     if take_one(whole):
         first = within(whole)
         best, limits = corrected(first), [limit - other for other in first.beside(costs)]
         if best is None and take_one(limits):
             best = bisected(limits)
-    last = made(least()) if best is None else best
+    last = candidate(least()) if best is None else best
     if not keeps(last):
         rank = last.excess.index(max(last.excess))
         account = last.accounts[rank]
@@ -107,7 +107,7 @@ def within_bytes(
     return last.schedule
 
 
-class _Made(NamedTuple):
+class _Candidate(NamedTuple):
     """An order with its programs, their account, and by how much it exceeds the limit on each rank."""
 
     schedule: Schedule

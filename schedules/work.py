@@ -212,8 +212,8 @@ class Room:
     @classmethod
     def counted(cls, plan: Plan, limits: Sequence[float]) -> Room:
         """Return room for so many microbatches; a chunk of v counts 1/v, from its forward to its weight gradient."""
-        held = [plan.is_differentiated(stage) / len(plan.stages_on(rank)) for stage, rank in places_of(plan)]
-        return cls(limits, held, held, [1.0] * plan.microbatches)
+        sizes = [plan.is_differentiated(stage) / len(plan.stages_on(rank)) for stage, rank in places_of(plan)]
+        return cls(limits, sizes, sizes, [1.0] * plan.microbatches)
 
     @classmethod
     def sized(cls, plan: Plan, costs: Costs, limits: Sequence[float]) -> Room:
@@ -240,8 +240,8 @@ class Room:
 
 def peaks(words: Words, work: Work) -> list[float]:
     """Return by rank the most microbatches in flight, each until its weight gradient; a chunk of v counts 1/v."""
-    held = Room.counted(work.plan, []).residuals
-    change = [*held, *[0.0] * work.count, *[-each for each in held]]
+    sizes = Room.counted(work.plan, []).residuals
+    change = [*sizes, *[0.0] * work.count, *[-size for size in sizes]]
     return [max(accumulate(change[at] for at in word), default=0.0) for word in words]
 
 

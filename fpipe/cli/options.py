@@ -456,7 +456,7 @@ class CostOptions:
         return tuple(length * len(lengths) / sum(lengths) for length in lengths)
 
     def has_shares(self, plan: Plan) -> bool:
-        """Whether a cost is one number for a rank's share of the model, and a stage of the plan has another part."""
+        """Whether `of_shares` scales a cost, one number, since stages are not a rank's whole share each."""
         costs = self._without_lists
         return of_shares(costs, plan) != costs
 

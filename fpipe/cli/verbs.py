@@ -389,12 +389,12 @@ def search(
         raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
     if frontier and effort != 1:
         raise typer.BadParameter("the front takes the usual one: leave one of the two out", param_hint="--effort")
-    asked = on_command_line(context)
-    if out and of_layers.copies and "copies" in asked:
+    parameters = on_command_line(context)
+    if out and of_layers.copies and "copies" in parameters:
         raise typer.BadParameter("the file has no copies of stages: leave --copies out", param_hint="--out")
     if out:
         of_layers = replace(of_layers, copies=False)
-    plan, stage_costs = of_layers.model(size, costs, asked)
+    plan, stage_costs = of_layers.model(size, costs, parameters)
     with progress("search") as step:
         options: dict[str, Any] = {"chunks": loops, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes} | of_layers.searched

@@ -272,10 +272,10 @@ def test_the_largest_block_is_as_small_as_any_cut_makes_it(times, copies):
         return max(sum(times[a:b]) / count for (a, b), count in zip(pairwise(ends), copies, strict=True))
 
     cuts = combinations(range(1, len(times)), len(copies) - 1)
-    found = blocks(times, copies)
-    assert sorted({*found}) == [*range(len(copies))]
-    assert found == sorted(found)
-    ends = [*map(found.index, range(len(copies))), len(times)]
+    block_of = blocks(times, copies)
+    assert sorted({*block_of}) == [*range(len(copies))]
+    assert block_of == sorted(block_of)
+    ends = [*map(block_of.index, range(len(copies))), len(times)]
     assert longest(ends) == min(longest([0, *cut, len(times)]) for cut in cuts)
 
 

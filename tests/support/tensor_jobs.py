@@ -307,7 +307,10 @@ def wrong(rank, fault, first):
 
 
 def given_up(rank):
-    """What each process reads in exchanges after one that process 0 gave up: another had read it, or had not begun."""
+    """Return the values that a process reads in two exchanges, each of which follows one that process 0 gives up.
+
+    Process 1 has read all values of the first one that is given up, and has not begun the second one.
+    """
     store, real, group = torch.distributed.distributed_c10d._get_default_store(), JobStore.has, (0, 1)
 
     def exchange(value, look=lambda missing: None):
