@@ -229,7 +229,9 @@ def of_vocabulary(rank):
     of_few_pieces()
     vocabulary = benchmark("vocabulary")
     vocabulary.TABLES["timed4"] = vocabulary.Table(4, 8, 4, 1)
-    (rows,) = vocabulary.job(rank, 4, "timed4", 1)
+    with pytest.MonkeyPatch.context() as patch:  # a busy host may take as long for a piece as its 1 ms
+        patch.setattr(benchmark("predictions").Host, "seconds", lambda _: 1e-5)
+        (rows,) = vocabulary.job(rank, 4, "timed4", 1)
     return rows
 
 
@@ -242,7 +244,6 @@ def test_vocabulary_by_timed_stages(pools):
         assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
         assert row["layers"] == () or sum(row["layers"]) == 10
         assert row["measured_ms"] > 4 * 3 * 3  # ms that a rank sleeps at least
-    # Smaller pieces win nothing where the host takes long for each, as on a busy machine.
     assert min(rows[way]["predicted_over"] for way in ("balanced", "dualpipe")) > 1
 
 
