@@ -3,9 +3,10 @@
     python -m benchmarks.generate
     python -m benchmarks.generate --width 128 512 --microbatches 2 --tokens 128
 
-A GPT-2 of random weights, whose head takes the time of a layer, generates from 8 prompts. `tokens_per_s` is of ranks
-over gloo, one thread each; `one_process` of a process that runs the same microbatches through the same stages, at one
-thread; and `batch_generate` of `model.generate` with all prompts as one batch, at one thread. They take turns, and
+A GPT-2 of random weights, of the width of the published one, generates from 8 prompts. Its vocabulary is of so many
+tokens that the head takes the time of a layer for one token, so that the ranks have as much to do. `tokens_per_s` is of
+ranks over gloo, one thread each; `one_process` of a process that runs the same microbatches through the same stages, at
+one thread; and `batch_generate` of `model.generate` with all prompts as one batch, at one thread. They take turns, and
 `ratio` is the median over rounds of the first over the second, `batch_ratio` of the first over the third. `equal` is
 whether all three give the same tokens. With as many microbatches as ranks, each rank waits for the one before it at
 every token; with twice as many it does not, but passes of fewer prompts take longer for each.
@@ -24,7 +25,7 @@ calls; `measured_over_predicted` is the median of the rounds' quotients. In each
 in one process, at the same time and each by itself, so that they share caches and memory as the ranks do; the times of
 a prefill and of a decode of a stage are those of its rank, in processor time of the thread. The link is measured
 (`benchmarks.predictions.ping`); a message has the hidden states of one token. The host's time for a piece is what a
-call with stages that do nothing takes beyond such a prediction, over the pieces that run one after another.
+call with short stages takes beyond such a prediction, over the pieces that run one after another.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from fpipe import Batch, Cache, Costs, Link, Pipeline, Placement, Plan, Recordin
 from fpipe.interop.transformers import split_with_cache
 
 PROMPTS, LENGTH = 8, 32
-SIDE = 32  # of what stages return that do nothing
+VOCABULARY = 9  # tokens for each of the model's width
+SIDE = 32  # of what short stages return
 WAYS = ("tokens_per_s", "one_process", "batch_generate")
 
 
@@ -127,14 +129,15 @@ class Generation:
         return fpipe.simulate(fpipe.autoregressive, self.plan, costs).makespan
 
 
-class Idle:
-    """A generation of stages that do nothing, which shows the host's time for a piece."""
+class Short:
+    """A generation of stages that compute for a short time, which shows the host's time for a piece."""
 
     def __init__(self, prompts: torch.Tensor, ranks: int, setting: Setting, link: Link) -> None:
-        first, last = Stage(lambda p, ids: ids[..., None] * p, [Batch("input_ids")]), lambda p, x: x[:, -1] * p
-        stages = [first, *[lambda p, x: x * p] * (ranks - 2), last]
+        first = Stage(lambda p, ids: predictions.busy(p, ids[..., None] * p[:SIDE]), [Batch("input_ids")])
+        stages = [first, *[predictions.busy] * (ranks - 2), lambda p, x: predictions.busy(p, x[:, -1])]
         cache = Cache(PROMPTS // setting.microbatches, LENGTH + setting.tokens, state={})
-        arguments = Pipeline(stages, cache=cache), {stage: torch.ones(SIDE) for stage in range(ranks)}, prompts
+        params = {stage: torch.ones(predictions.SIDE) for stage in range(ranks)}
+        arguments = Pipeline(stages, cache=cache), params, prompts
         by_ranks, self.link = Generation.of(*arguments, handlers.Distributed(), ranks, setting), link
         self.by_ranks, self.alone = by_ranks, Generation.of(*arguments, handlers.Local(), ranks, setting)
         self.pieces = fpipe.simulate(fpipe.autoregressive, by_ranks.plan, Costs(forward=1)).makespan
@@ -165,7 +168,7 @@ def language_model(ranks: int, setting: Setting) -> tuple[Any, Pipeline, Any]:
 
     torch.manual_seed(0)
     width, length = setting.width, LENGTH + setting.tokens
-    numbers = {"vocab_size": 12 * width, "n_positions": length, "n_embd": width, "n_layer": layers(ranks)}
+    numbers = {"vocab_size": VOCABULARY * width, "n_positions": length, "n_embd": width, "n_layer": layers(ranks)}
     model = GPT2LMHeadModel(GPT2Config(**numbers, n_head=width // 64, eos_token_id=None, bos_token_id=None)).eval()
     cuts = [f"transformer.h.{5 * each}" for each in range(1, ranks)]
     return model, *split_with_cache(model, rows=PROMPTS // setting.microbatches, max_length=length, at=cuts)
@@ -177,7 +180,7 @@ def layers(ranks: int) -> int:
 
 def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Setting, rounds: int) -> Rounds:
     """Generate in all ways in turn; the first round traces, and does not count. Only rank 0 runs all of them."""
-    prompts = torch.randint(12 * setting.width, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(VOCABULARY * setting.width, (PROMPTS, LENGTH), generator=torch.Generator().manual_seed(1))
     batch = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": setting.tokens}
 
     def generation(handler: Any, setting: Setting = setting) -> Generation:
@@ -188,11 +191,11 @@ def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Settin
     hidden = torch.ones(PROMPTS // setting.microbatches, 1, setting.width)
     link = predictions.ping(dist.get_rank())
     link = Link(link.latency + hidden.nbytes / link.bandwidth)
-    idle = Idle(prompts, ranks, setting, link)
+    short = Short(prompts, ranks, setting, link)
     ways = [by_ranks.call, alone.call, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]
     calls = Rounds()
     for at in range(rounds + 1):
-        results, predicted = [], by_ranks.predicted(profiled.times(), link, idle.seconds())
+        results, predicted = [], by_ranks.predicted(profiled.times(), link, short.seconds())
         for way in ways:
             dist.barrier()
             if way is by_ranks.call or dist.get_rank() == 0:
@@ -272,11 +275,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = models.parser(__doc__, rounds=7, limit=900)
+    parser = models.parser(__doc__, rounds=5, limit=900)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, nargs="+", choices=(64, 128, 256, 512, 768), default=[512])
+    parser.add_argument("--width", type=int, nargs="+", choices=(64, 128, 256, 512, 768), default=[768])
     parser.add_argument("--microbatches", type=int, nargs="+", choices=(1, 2, 4, 8), default=[2, 4])
-    parser.add_argument("--tokens", type=models.positive, nargs="+", default=[32])
+    parser.add_argument("--tokens", type=models.positive, nargs="+", default=[64])
     parser.add_argument("--prompt-slices", type=models.positive, nargs="+", default=[1])
     models.add_out(parser)
     options = parser.parse_args()
