@@ -316,7 +316,8 @@ def test_rates_of_generating_are_compared_within_a_round():
 
 @pytest.mark.skipif(not ALL, reason="an export in each process takes ten seconds: FPIPE_TESTS=all runs it")
 def test_generate(printed):
-    rows = printed("generate", "--width", "64", "--tokens", "3", "--rounds", "1", "--prompt-slices", "1", "4")
+    options = ("--width", "64", "--microbatches", "2", "--tokens", "3", "--prompt-slices", "1", "4")
+    rows = printed("generate", *options, "--rounds", "1")
     assert [row["prompt_slices"] for row in rows] == [1, 4]
     for row in rows:
         assert row["equal"]
