@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from math import floor, inf
 from typing import Any
 
@@ -56,8 +57,9 @@ def lower_bound(
       during the weight gradient: their bytes times these times, over the bytes that fit.
     - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
       are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
-      then has a weight gradient to do. And while the first microbatch travels from a rank to the last one and back,
-      the rank has whole forwards to run, as many as its memory holds; what they do not fill, it waits.
+      then has a weight gradient to do. Before it, a rank has run whole weight gradients. And while the first microbatch
+      travels from a rank to the last one and back, the rank has whole forwards to run, as many as its memory holds;
+      what they do not fill, it waits.
     - The same chain. A microbatch begins when the one before it, by as many as fit, has been to the last rank and back.
 
     >>> from fpipe import Placement
@@ -231,6 +233,7 @@ class Chain:
         self._unlike = [*{kind: m for m, kind in enumerate(kinds)}.values()]
         self._least = [*map(self._without_waits, range(count))]
         self._gradient = [self._until_gradient(s, s + 1) if s + 1 < count else 0.0 for s in range(count)]
+        self._before = [0.0, *accumulate(self.scale)]  # of the microbatches before each
 
     def _way(self, kind: int, first: int, last: int, microbatch: int) -> float:
         """Return the time of a microbatch's passes of a kind on the stages after the first one, with transfers."""
@@ -252,11 +255,14 @@ class Chain:
         busy = sum(self.scale) * (self.forward[stage] + self.inputs[stage] + self.weight[stage])
         if not stage:
             return busy
-        begun = self._way(FORWARD, 0, stage, 0) + (self.forward[0] - self.forward[stage]) * self.scale[0]
-        more = self.inputs[0] - self.inputs[stage]
-        ended = min(self._way(INPUT, 0, stage, i) + more * self.scale[i] for i in self._unlike)
         left = sum(self.scale[m - self.deferred[stage] :]) * self.weight[stage]
-        return busy + max(0.0, begun + ended + self.scale[-1] * self.weight[0] - left)
+        return busy + max(0.0, self._around(0, stage) + self.scale[-1] * self.weight[0] - left)
+
+    def _around(self, first: int, last: int) -> float:
+        """Return by how much a rank begins before a later one, and ends its last input gradient after it, together."""
+        begun = self._way(FORWARD, first, last, 0) + (self.forward[first] - self.forward[last]) * self.scale[0]
+        more = self.inputs[first] - self.inputs[last]
+        return begun + min(self._way(INPUT, first, last, i) + more * self.scale[i] for i in self._unlike)
 
     def waiting(self, stage: int) -> float:
         """Return the cost, if its rank also waits for its first gradient, after all forwards that fit."""
@@ -302,6 +308,39 @@ class Chain:
             counts[s], fits, begin = n, fits and begin - run <= spare, max(begin, run)
         return counts, fits
 
+    def before_first(self, counts: Sequence[int]) -> list[float]:
+        """Return by stage how long its rank waits for its first gradient, after so many forwards."""
+        waits, begin = [0.0] * self.count, 0.0
+        for s in range(self.count - 1, -1, -1):
+            begin += self._gradient[s]
+            run = (self._before[counts[s]] - self._before[1]) * self.forward[s]
+            waits[s], begin = max(0.0, begin - run), max(begin, run)
+        return waits
+
+    def before_last(self, cost: float) -> tuple[list[float], bool]:
+        """Return by stage the least time that its rank waits before its last input gradient, and whether a cost allows
+        that.
+
+        Until then, a rank runs all forwards and input gradients, and whole weight gradients: as many as its memory
+        demands, and not the last one. What these do not fill, it waits, or it comes late with one more.
+
+        Args:
+            cost: that no rank's span exceeds.
+        """
+        m, waits, fits = self.microbatches, [0.0] * self.count, True
+        total, end = self._before[m], 0.0  # of the last input gradient, after the first forward began
+        for s in range(self.count - 1, -1, -1):
+            weight, fewest = self.weight[s], m - max(1, self.deferred[s])
+            others = total * (self.forward[s] + self.inputs[s])
+            needed, spare = end - others, cost * (1 + ROUNDING) - others - total * weight
+            n = max(fewest, bisect_right(self._before, needed, fewest, m, key=lambda scale: scale * weight) - 1)
+            n += needed - self._before[n] * weight > spare
+            fits = fits and n < m and spare >= 0
+            run = self._before[min(n, m - 1)] * weight
+            waits[s] = max(0.0, needed - run)
+            end = others + max(needed, run) + (self._around(s - 1, s) if s else 0.0)
+        return waits, fits
+
     def bound(self) -> float:
         """Return a lower bound of the cost.
 
@@ -311,8 +350,8 @@ class Chain:
             m (F + B + W) + sum over s of (F + B) - (k - 1) W + max(0, sum over t of (F + B) - (k' - 1) F)
 
         where the W that is added is the first stage's. The last term is the wait for the first gradient. A rank runs
-        whole forwards before it, so it may wait longer, and the ranks before it too: the least cost that leaves all of
-        them the time is found by bisection.
+        whole forwards before it, and whole weight gradients before its last input gradient, so it may wait longer, and
+        the ranks before it too: the least cost that leaves all of them the time is found by bisection.
         """
         stages = range(self.count)
         low = max(max(self.waiting(s), self.rate(s)) for s in stages)
@@ -327,5 +366,5 @@ class Chain:
         return low
 
     def fits(self, cost: float) -> bool:
-        """Whether a cost leaves all ranks the time to wait for their first gradients."""
-        return self.ahead(cost)[1]
+        """Whether a cost leaves all ranks the time to wait for their first gradients, and before their last ones."""
+        return self.ahead(cost)[1] and self.before_last(cost)[1]

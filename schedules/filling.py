@@ -23,6 +23,8 @@ from fpipe.schedules.work import INPUT, WEIGHT, Room, Words, Work
 
 ROUNDED = 1 + ROUNDING
 BISECTIONS = 10
+Target = float | Sequence[float]
+"""The span up to which a rank may wait; one for all, or by rank."""
 
 
 class Filled(NamedTuple):
@@ -122,19 +124,19 @@ class Filling:
     def cost(
         self,
         sequence: Sequence[Event],
-        target: float,
+        target: Target,
         limits: Sequence[float] | None = None,
         words: list[list[int]] | None = None,
     ) -> float:
         """Return the cost (the largest span of a rank) of filled words; infinite if memory does not suffice.
 
         Args:
-            target: the span up to which a rank may wait.
             limits: of memory, by rank; by default those of the room.
             words: by rank, empty lists for the filled words.
         """
         ranks = range(self.plan.ranks)
-        spare = [target - busy + ROUNDING * target for busy in self.busy]
+        spans = target if isinstance(target, Sequence) else [target] * len(ranks)
+        spare = [span - busy + ROUNDING * span for span, busy in zip(spans, self.busy, strict=True)]
         most = [limit * (1 + ROUNDING) for limit in limits or self.room.limits]
         free, held = [0.0] * len(ranks), [0.0] * len(ranks)
         began = [-1.0] * len(ranks)
@@ -189,22 +191,15 @@ class Filling:
         return max(free[rank] + sum(took for took, _, _ in late[rank]) - began[rank] for rank in ranks)
 
     def best(self, words: Words, targets: Iterable[float]) -> tuple[float, float]:
-        """Return the least cost of filled words, and its target; infinite if ranks wait for each other or for memory.
-
-        Args:
-            targets: as of `cost`.
-        """
+        """Return the least cost of filled words and its target; infinite if ranks wait for each other or memory."""
         if (sequence := self.sequence(words)) is None:
             return inf, inf
         return min(((self.cost(sequence, target), target) for target in targets), key=itemgetter(0))
 
-    def fill(self, words: Words, target: float) -> Filled:
+    def fill(self, words: Words, target: Target) -> Filled:
         """Return words with weight gradients, in as little of the room as makes them no slower.
 
         The cost is infinite, and there are no words, if ranks wait for each other or for memory.
-
-        Args:
-            target: as of `cost`.
         """
         sequence = self.sequence(words)
         if sequence is None or (cost := self.cost(sequence, target)) == inf:

@@ -2,19 +2,20 @@
 
 What is searched is how many forwards each rank runs ahead: at first the fewest with which no rank waits too long for
 its first gradient, for several costs from the lower bound up; then a forward more or less, on a rank or on those before
-or after it. `Filling` adds the weight gradients, and says what an order costs.
+or after it. `Filling` adds the weight gradients, and says what an order costs. How long a rank may wait is the same for
+all of them, or no longer than the bound has it wait at such a cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
 from fpipe.costs import ROUNDING
 from fpipe.plan import Plan
 from fpipe.schedules.bounds import Chain
-from fpipe.schedules.filling import Filled, Filling
+from fpipe.schedules.filling import Filled, Filling, Target
 from fpipe.schedules.work import INPUT, Words
 
 Ahead = tuple[int, ...]  # by stage
@@ -45,7 +46,9 @@ class _Search:
 
     def __init__(self, filling: Filling, chain: Chain) -> None:
         self.filling, self.chain, self.bound = filling, chain, chain.bound()
-        self.least, self.target, self.placed = inf, inf, 0
+        self.least, self.placed = inf, 0
+        self.target: Target = inf
+        self.before_last, _ = chain.before_last(self.bound * (1 + 2 * ROUNDING))
         self.enough = self.bound * near(filling.plan)
         self.best: Ahead = (1,) * chain.count
         self.tried = dict[Ahead, float]()
@@ -53,7 +56,7 @@ class _Search:
     def run(self) -> None:
         """Try the starts, then the best of them at more targets, then moves from the best one."""
         for start in self._starts():
-            self._try(start, [self.bound, self.bound * 1.003, inf])
+            self._try(start, [self.bound, self._spans(start), self.bound * 1.003, inf])
         for ahead in sorted(self.tried, key=self.tried.__getitem__)[:5]:
             self._try(ahead, self._between(12))
         moved = True
@@ -61,7 +64,7 @@ class _Search:
             before = self.least
             for move in self._moves(self.best):
                 if move not in self.tried:
-                    self._try(move, self._between(6))
+                    self._try(move, [self._spans(move), *self._between(6)])
                 if self.least < before or self.is_done:
                     break
             moved = self.least < before
@@ -74,7 +77,7 @@ class _Search:
         """Return targets from the bound to the least cost."""
         return [self.bound + (self.least - self.bound) * n / count for n in range(count)]
 
-    def _try(self, ahead: Ahead, targets: Iterable[float]) -> None:
+    def _try(self, ahead: Ahead, targets: Iterable[Target]) -> None:
         if self.is_done:
             return
         sequence = self.filling.sequence(self.words(ahead)) or []
@@ -103,11 +106,19 @@ class _Search:
         paces = chain.forward, [*accumulate(chain.forward, max)]
         longest = max(map(sum, zip(chain.forward, chain.inputs, strict=True))) * max(chain.scale)
         costs = [self.bound + longest * step / STEPS for step in range(2 * STEPS)]
-        starts = [chain.ahead(cost, pace)[0] for cost in costs for pace in paces]
+        fewest = [chain.ahead(cost, pace)[0] for cost in costs for pace in paces]
+        starts = [_apart(counts, each) for counts in fewest for each in range(3)]
         for each in (1, 2):  # 1F1B and ZB-H1, ZB-H2, and those between
             most = [each * (last - s) + 1 for s in range(chain.count)]
             starts += [most, [min(n, chain.residuals[0] - s) for s, n in enumerate(most)]]
         yield from dict.fromkeys(map(self._fitting, starts))
+
+    def _spans(self, ahead: Ahead) -> list[float]:
+        """Return by rank the span with as long waits as the bound has, before the first gradient and the last one."""
+        plan, spans = self.filling.plan, self.filling.busy.copy()
+        for s, waits in enumerate(zip(self.chain.before_first(ahead), self.before_last, strict=True)):
+            spans[plan.rank_of(s, 0)] += sum(waits)
+        return spans
 
     def _moves(self, ahead: Ahead) -> Iterator[Ahead]:
         last = len(ahead) - 1
@@ -122,3 +133,14 @@ class _Search:
         for s in range(len(each) - 2, -1, -1):
             each[s] = min(self.chain.residuals[s], max(each[s], each[s + 1]))
         return tuple(accumulate(each, min))
+
+
+def _apart(counts: Sequence[int], least: int) -> list[int]:
+    """Return numbers of forwards of which each exceeds the next one by so many, where they do not by more.
+
+    A forward more than the next rank is what lets a rank run another one while a microbatch is there and back.
+    """
+    result = [*counts]
+    for s in range(len(counts) - 2, -1, -1):
+        result[s] = max(counts[s], result[s + 1] + least)
+    return result

@@ -12,7 +12,7 @@ from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, sim
 from fpipe.costs import Shared
 from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Residuals
 from fpipe.programs.footprint import footprint, lasting_bytes, least_bytes
-from fpipe.schedules import from_table, gpipe, lower_bound
+from fpipe.schedules import from_table, gpipe, lower_bound, zb_auto
 from fpipe.schedules.bounds import bound_in_any_order
 from fpipe.timelines.simulator import simulate_programs
 from tests.schedules.test_optima import problem
@@ -206,6 +206,24 @@ def test_input_gradients_in_another_order_are_not_below_the_bound():
         return simulate(from_table(effects), plan, costs).cost
 
     assert lower_bound(plan, costs) <= cost([2, 1, 0]) < cost([0, 1, 2])
+
+
+def test_a_rank_waits_for_its_last_gradient_where_whole_weight_gradients_do_not_fit():
+    """Three while a microbatch is at the next rank and back, on each rank, are more than there are before the last one.
+
+    So a rank runs two, and waits for what is left of that time.
+    """
+    p, m, (f, b, w, c) = 8, 24, (29.5, 28.1, 23.4, 0.8)
+    plan, costs = Plan(Placement.loop(p), m), Costs(f, b, w, communication=c, residuals=1, deferred=1)
+    bound = lower_bound(plan, costs, memory_limit_bytes=20)
+    assert bound == pytest.approx(m * (f + b + w) + f + b + 2 * c - 2 * w)
+    assert simulate(zb_auto(plan, costs, memory_limit_bytes=20), plan, costs).cost == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(("residuals", "deferred"), [(5, 3), (1, 3), (3, 0)])
+def test_a_limit_that_no_program_keeps_has_a_bound(residuals, deferred):
+    costs = Costs(residuals=residuals, deferred=deferred)
+    assert lower_bound(Plan(Placement.loop(3), 4), costs, memory_limit_bytes=2) >= 4 * 3 + 2
 
 
 def test_a_limit_in_bytes_is_one_of_all_that_a_rank_has():

@@ -61,11 +61,6 @@ def test_an_order_that_the_search_misses():
 TIMES = [(1, 1, 1, 0), (18.5, 18.1, 9.3, 0.6), (29.5, 28.1, 23.4, 0.8), (3, 4, 2, 0.3), (2, 1, 3, 0.1), (1, 2, 1, 0)]
 SIZES = [(8, 24), (8, 256), (16, 64), (16, 256), (32, 128), (32, 256)]
 NEAR = 1.001  # times the lower bound
-GAPS = {  # by p, m, times, deferred and limit over p, where the optimum is not known
-    ((8, 24), TIMES[2], 1, 2.5): 1.0101,
-    ((16, 64), TIMES[1], 0.5, 3): 1.0014,
-    ((16, 64), TIMES[2], 1, 2.5): 1.0096,
-}
 
 
 @thorough
@@ -78,9 +73,9 @@ def test_near_the_bound_at_twice_the_ranks(size, times, deferred):
 
 @thorough
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("size", sample([(8, 24), (16, 64)], [(8, 24)]))
+@pytest.mark.parametrize("size", sample(SIZES, [(8, 24)]))
 @pytest.mark.parametrize("deferred", [1, 0.5])
-@pytest.mark.parametrize("limit", [2.5, 3])
+@pytest.mark.parametrize("limit", [2.25, 2.5, 3])
 def test_near_the_bound_with_more_memory(size, times, deferred, limit):
     check_near(size, times, deferred, limit)
 
@@ -93,6 +88,8 @@ def test_near_the_bound_with_more_memory(size, times, deferred, limit):
         ((8, 24), TIMES[2], 1, 2),
         ((8, 24), TIMES[3], 0.5, 2),
         ((8, 24), TIMES[2], 1, 2.5),
+        ((16, 64), TIMES[2], 1, 2.5),
+        ((16, 64), TIMES[3], 0.5, 2.25),
         ((8, 24), TIMES[4], 0.5, 2.5),
         ((16, 64), TIMES[3], 0.5, 2),
         ((8, 24), TIMES[3], 1, 3),
@@ -107,22 +104,21 @@ def check_near(size, times, deferred, limit):
     plan, most = Plan(Placement.loop(p), m), int(limit * p)
     costs = Costs(f, b, w, communication=c, residuals=1, deferred=deferred)
     cost = simulate(zb_auto(plan, costs, memory_limit_bytes=most), plan, costs).cost
-    near = GAPS.get((size, times, deferred, limit), NEAR)
-    assert cost <= near * lower_bound(plan, costs, memory_limit_bytes=most)
+    assert cost <= NEAR * lower_bound(plan, costs, memory_limit_bytes=most)
 
 
 @thorough
 def test_more_effort_finds_better_orders():
-    plan, costs = Plan(Placement.loop(8), 24), Costs(*TIMES[2][:3], communication=TIMES[2][3], residuals=1, deferred=1)
-    bound, cost, seconds = lower_bound(plan, costs, memory_limit_bytes=20), dict[float, float](), dict[float, float]()
-    for effort in (0.2, 1, 16):
+    plan, costs = Plan(Placement.v(4), 12), Costs(2, 3, 1, communication=0.5)
+    cost, seconds = dict[float, float](), dict[float, float]()
+    for effort in (0.2, 1, 4):
         began = time.process_time()
-        schedule = zb_auto(plan, costs, memory_limit_bytes=20, effort=effort)
+        schedule = zb_auto(plan, costs, 3, effort=effort)
         seconds[effort] = time.process_time() - began
         verify(schedule, plan)
-        cost[effort] = simulate(schedule, plan, costs).cost / bound
-    assert cost[16] < 1.007 < cost[1] <= GAPS[(8, 24), TIMES[2], 1, 2.5]
-    assert seconds[0.2] < seconds[1] < seconds[16]
+        cost[effort] = simulate(schedule, plan, costs).cost
+    assert cost[4] < cost[1] < cost[0.2]
+    assert seconds[0.2] < seconds[1] < seconds[4]
 
 
 @pytest.mark.parametrize("schedule", [zb_auto, v_auto])
