@@ -15,7 +15,7 @@ scheduling by simulated annealing", Operations Research 40, 1992). Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle, groupby, pairwise, product
+from itertools import groupby, pairwise
 from math import inf, log
 from random import Random
 from typing import NamedTuple
@@ -25,12 +25,12 @@ from fpipe.errors import ScheduleError
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
-ROUNDS, PLAYED = 3, 500_000  # rounds, and passes that each plays, at less than a microsecond
-FEW = 100_000  # passes in a round, where many orders are annealed
+ROUNDS, PLAYED = 6, 250_000  # rounds, and passes that each plays, at less than a microsecond
+FEW, MANY = 50_000, 1_500_000  # passes in a round where many orders are annealed, and where it is the last search
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
-HOT, ENDS, MEAN = 0.25, 0.6, 0.4  # as of `Settings`
+HOT, ENDS, MEAN = 0.5, 0.6, 0.4  # as of `Settings`
 CRITICAL = 0.8  # of the moves that are not of ends
 SHARES = (0.0, 0.5)  # of the way from the bound to the least cost
 AWAY = (1, 2, 3)  # places
@@ -284,24 +284,21 @@ class Settings(NamedTuple):
 
 
 USUAL = Settings()
-OF_FEW = Settings(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4)
+OF_FEW = Settings(ends=ENDS / 4, mean=MEAN / 4)
 """For an order of few microbatches, of which the search repeats a part."""
-STARTS = 6  # of `multistart`
-HOTTER = (1, 2, 4)  # times as hot as usual, in turn
 
 
-def multistart(filling: Filling, filled: Filled, bound: float, starts: int = STARTS, played: int = PLAYED) -> Filled:
-    """Return the fastest filled words that annealing finds from the same words with each of several settings.
+def multistart(filling: Filling, filled: Filled, bound: float, effort: float = 1.0, played: int = PLAYED) -> Filled:
+    """Return the fastest filled words that annealing finds from the same words with each of several seeds.
 
     Args:
+        effort: how many seeds; below 1 it is a share of the passes that one plays.
         bound, played: as of `annealed`.
     """
-    best, ways = filled, cycle(product(HOTTER, (ENDS, 0.0)))
-    for seed, (hotter, ends) in zip(range(starts), ways, strict=False):
-        if best.cost <= bound * ROUNDED:
-            break
-        settings = Settings(seed, hot=hotter * HOT, ends=ends)
-        best = min(best, annealed(filling, filled, bound, played=played, settings=settings), key=lambda each: each.cost)
+    best, played = filled, int(played * min(effort, 1.0))
+    for seed in range(max(1, round(effort))):
+        more = annealed(filling, filled, bound, played=played, settings=Settings(seed))
+        best = min(best, more, key=lambda each: each.cost)
     return best
 
 

@@ -23,10 +23,10 @@ from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
 from fpipe.schedules.annealing import (
     FEW,
+    MANY,
     OF_FEW,
     PLAYED,
     ROUNDS,
-    STARTS,
     Player,
     Settings,
     annealed,
@@ -112,14 +112,14 @@ def best_order(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
 @lru_cache(maxsize=64)
 def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
     """Return the order that the search at this limit finds, with few moves."""
-    return _searched(plan, costs, chunks).annealed(1, FEW)
+    return _searched(plan, costs, chunks).annealed(2, FEW)
 
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
     """Return the fastest order that annealing finds: with few moves, with many, and of a short order by multi-start."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
-    played, starts = int(PLAYED * min(effort, 1.0)), max(1, round(STARTS * effort))
+    played = int(PLAYED * min(effort, 1.0))
     for seed in range(max(1, round(effort))):
         if not search.all.is_optimal(best):
             best = min(
@@ -127,7 +127,7 @@ def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Fi
             )
     if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
         return best
-    more = multistart(search.all.filling, search.best, search.all.bound, starts, played)
+    more = multistart(search.all.filling, search.best, search.all.bound, effort, MANY)
     return min(best, more, key=lambda filled: filled.cost)
 
 

@@ -11,7 +11,7 @@ from fpipe.effects import Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
-from fpipe.schedules.annealing import PLAYED, annealed, check_effort, multistart
+from fpipe.schedules.annealing import check_effort, multistart
 from fpipe.schedules.bounds import Chain, is_chain
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
@@ -101,19 +101,21 @@ def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Fill
     plan, filling = work.plan, Filling(work, room)
     if is_chain(plan):
         chain = Chain(work, room)
-        best, bound = wave(filling, chain), chain.bound()
-        if best.cost <= bound * near(plan):
-            return best
-        others = _by_rules(filling, whole, bound), *_by_formula(work, min(whole))
-        best = min(best, *others, key=lambda filled: filled.cost)
+        first, bound = wave(filling, chain), chain.bound()
+        if first.cost <= bound * near(plan):
+            return first
+        others = [_by_rules(filling, whole, bound), *_by_formula(work, min(whole))]
     else:
         bound = max(filling.busy)
-        best = _by_rules(filling, whole, bound)
-        if best.cost > bound * (1 + ROUNDING):
-            others = (repeated(filling),) if plan.cycle == 1 else tuple(_in_turn(work, whole))
-            best = min([best, *others], key=lambda filled: filled.cost)
-    once = annealed(filling, best, bound, played=int(PLAYED * min(effort, 1.0)))
-    return min(once, multistart(filling, best, bound, round(effort) - 1), key=lambda filled: filled.cost)
+        first, others = _by_rules(filling, whole, bound), []
+        if first.cost > bound * (1 + ROUNDING):
+            others = [repeated(filling)] if plan.cycle == 1 else [*_in_turn(work, whole)]
+    fastest = min([first, *others], key=lambda filled: filled.cost)
+    best = multistart(filling, fastest, bound, effort)
+    if is_chain(plan) and first is not fastest and best.cost > bound * (1 + ROUNDING):
+        # Moves lead further from an order whose ranks have the bound's waits than from a faster one of rules.
+        best = min(best, multistart(filling, first, bound, effort), key=lambda filled: filled.cost)
+    return best
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:
