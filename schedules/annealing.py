@@ -25,12 +25,11 @@ from fpipe.errors import ScheduleError
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
-ROUNDS, PLAYED = 6, 250_000  # rounds, and passes that each plays, at less than a microsecond
-FEW, MANY = 50_000, 1_500_000  # passes in a round where many orders are annealed, and where it is the last search
+ROUNDS, PLAYED = 3, 500_000  # as of `Settings`
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on
-HOT, ENDS, MEAN = 0.5, 0.6, 0.4  # as of `Settings`
+HOT, ENDS, MEAN = 0.25, 0.6, 0.4  # as of `Settings`
 CRITICAL = 0.8  # of the moves that are not of ends
 SHARES = (0.0, 0.5)  # of the way from the bound to the least cost
 AWAY = (1, 2, 3)  # places
@@ -275,30 +274,38 @@ class Settings(NamedTuple):
         ends: the share of moves that take the first or the last pass of a block of the critical path into the block.
         mean: the weight of the ranks' mean span in the objective, beside the largest one. It shows the way where the
             largest is level.
+        rounds, played: how often the temperature falls, and the passes that are played meanwhile, at most, at less than
+            a microsecond each; fewer for short words.
     """
 
     seed: int = 0
     hot: float = HOT
     ends: float = ENDS
     mean: float = MEAN
+    rounds: int = ROUNDS
+    played: int = PLAYED
+
+    def times(self, effort: float) -> list[Settings]:
+        """Return so many settings, of other seeds; of an effort below 1 one that plays this share of the passes."""
+        played = int(self.played * min(effort, 1.0))
+        return [self._replace(seed=self.seed + n, played=played) for n in range(max(1, round(effort)))]
 
 
 USUAL = Settings()
-OF_FEW = Settings(ends=ENDS / 4, mean=MEAN / 4)
+LONG = Settings(hot=2 * HOT, rounds=2 * ROUNDS, played=3 * PLAYED)
+"""For an order that is searched once: one long annealing leads further than several shorter ones."""
+OF_FEW = Settings(hot=2 * HOT, ends=ENDS / 4, mean=MEAN / 4, rounds=2 * ROUNDS, played=PLAYED // 2)
 """For an order of few microbatches, of which the search repeats a part."""
 
 
-def multistart(filling: Filling, filled: Filled, bound: float, effort: float = 1.0, played: int = PLAYED) -> Filled:
-    """Return the fastest filled words that annealing finds from the same words with each of several seeds.
-
-    Args:
-        effort: how many seeds; below 1 it is a share of the passes that one plays.
-        bound, played: as of `annealed`.
-    """
-    best, played = filled, int(played * min(effort, 1.0))
-    for seed in range(max(1, round(effort))):
-        more = annealed(filling, filled, bound, played=played, settings=Settings(seed))
-        best = min(best, more, key=lambda each: each.cost)
+def multistart(
+    filling: Filling, filled: Filled, bound: float, effort: float = 1.0, settings: Settings = USUAL
+) -> Filled:
+    """Return the fastest filled words that annealing finds from the same words, with the settings times an effort."""
+    best = filled
+    for each in settings.times(effort):
+        if best.cost > bound * ROUNDED:
+            best = min(best, annealed(filling, filled, bound, each), key=lambda found: found.cost)
     return best
 
 
@@ -308,24 +315,16 @@ def check_effort(effort: float) -> None:
         raise ScheduleError(f"effort is times as many tries as usual, more than 0, not {effort!r}")
 
 
-def annealed(
-    filling: Filling,
-    filled: Filled,
-    bound: float,
-    rounds: int = ROUNDS,
-    played: int = PLAYED,
-    settings: Settings = USUAL,
-) -> Filled:
+def annealed(filling: Filling, filled: Filled, bound: float, settings: Settings = USUAL) -> Filled:
     """Return the fastest filled words that annealing of their forwards and input gradients finds.
 
     Each round begins with the best words so far, and waits are filled up to spans from the bound to theirs in turn.
 
     Args:
         bound: at which no move is tried any more.
-        played: passes in a round, at most; fewer for short words.
     """
     rng, best = Random(settings.seed), filled
-    for n in range(rounds):
+    for n in range(settings.rounds):
         if best.cost <= bound * ROUNDED or best.cost == inf:
             break
         player = Player(filling, bound + (best.cost - bound) * SHARES[n % len(SHARES)])
@@ -333,7 +332,7 @@ def annealed(
         if (play := player.play(rows)) is None:
             continue
         round_ = _Round(player, rows, play, rng, settings)
-        round_.run(bound, min(played, MOVES * len(player.steps) ** 2))
+        round_.run(bound, min(settings.played, MOVES * len(player.steps) ** 2))
         if round_.least < best.cost * (1 - ROUNDING):
             best = min(best, filling.fill(player.words(round_.best), player.target), key=lambda each: each.cost)
     return best

@@ -22,11 +22,9 @@ from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
 from fpipe.schedules.annealing import (
-    FEW,
-    MANY,
+    LONG,
     OF_FEW,
-    PLAYED,
-    ROUNDS,
+    USUAL,
     Player,
     Settings,
     annealed,
@@ -42,6 +40,8 @@ from fpipe.schedules.v_blocks import IA, SHAPES, Shape, effects, fitted, passes,
 from fpipe.schedules.v_orders import Order, named_orders
 from fpipe.schedules.work import Room, Words, Work
 
+FEW = 100_000  # passes that a round of annealing plays, where orders of many layouts are annealed
+FIRST = OF_FEW._replace(rounds=2, played=FEW // 2)
 LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
@@ -112,22 +112,19 @@ def best_order(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
 @lru_cache(maxsize=64)
 def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
     """Return the order that the search at this limit finds, with few moves."""
-    return _searched(plan, costs, chunks).annealed(2, FEW)
+    return _searched(plan, costs, chunks).annealed(FIRST)
 
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
     """Return the fastest order that annealing finds: with few moves, with many, and of a short order by multi-start."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
-    played = int(PLAYED * min(effort, 1.0))
-    for seed in range(max(1, round(effort))):
+    for settings in OF_FEW.times(effort):
         if not search.all.is_optimal(best):
-            best = min(
-                search.annealed(ROUNDS, played, OF_FEW._replace(seed=seed)), best, key=lambda filled: filled.cost
-            )
+            best = min(search.annealed(settings), best, key=lambda filled: filled.cost)
     if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
         return best
-    more = multistart(search.all.filling, search.best, search.all.bound, effort, MANY)
+    more = multistart(search.all.filling, search.best, search.all.bound, effort, LONG)
     return min(best, more, key=lambda filled: filled.cost)
 
 
@@ -227,12 +224,8 @@ class _Search:
         """Try words for all microbatches."""
         self._improve(self.all.fastest(words, fill, self.best.cost))
 
-    def annealed(self, rounds: int, played: int, settings: Settings = OF_FEW) -> Filled:
-        """Return the best order after moves of passes for few microbatches; what they repeat is repeated for all.
-
-        Args:
-            rounds, played, settings: as of `annealed`.
-        """
+    def annealed(self, settings: Settings) -> Filled:
+        """Return the best order after moves of passes for few microbatches; what they repeat is repeated for all."""
         best = self.best
         for extra in EXTRA:
             few = self._player(2 * self.plan.ranks + extra)
@@ -240,13 +233,13 @@ class _Search:
             if self.all.is_optimal(best):
                 break
             if not more:
-                before, best = best, annealed(self.all.filling, best, self.all.bound, rounds, played, settings)
+                before, best = best, annealed(self.all.filling, best, self.all.bound, settings)
                 if best is before:  # again, it would come to the same
                     break
                 continue
             way = self._ranked()[0]
             start = few.fastest(way.make(few.microbatches), way.fill, inf)
-            words = few.kinds(annealed(few.filling, start, few.bound, rounds, played, settings).words)
+            words = few.kinds(annealed(few.filling, start, few.bound, settings).words)
             all_longer = (
                 stretched(words, period, more // period.microbatches)
                 for period in periods(words, few.starts(words))
@@ -344,7 +337,7 @@ def annealed_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
             cost, target = filling.best(blocks, (least, best.cost, inf))
             if cost < best.cost * (1 - ROUNDING):
                 best = filling.fill(blocks, target)
-    return annealed(filling, best, max(filling.busy), ROUNDS, FEW).words
+    return annealed(filling, best, max(filling.busy), USUAL._replace(played=FEW)).words
 
 
 def _without_weights(order: Order, ranks: int, microbatches: int) -> Words:

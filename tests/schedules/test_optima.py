@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import lower_bound, v_auto, zb_auto
-from fpipe.schedules.annealing import Player, annealed, in_order, multistart
+from fpipe.schedules.annealing import LONG, Player, annealed, in_order, multistart
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
 from fpipe.schedules.squeezing import Squeezing
@@ -255,7 +255,7 @@ def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
     work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
     filling = Filling(work, Room.counted(work.plan, [limit] * 3))
     (ruled,) = greedy(work, [limit] * 3, RULES[:1])
-    once, moved = (multistart(filling, ruled, max(filling.busy), effort) for effort in (1, 6))
+    once, moved = (multistart(filling, ruled, max(filling.busy), *often) for often in ((), (3, LONG)))
     assert once == annealed(filling, ruled, max(filling.busy))
     for each in (once, moved):
         assert each.cost == pytest.approx(follow(each.words, work))
