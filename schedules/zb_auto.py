@@ -113,7 +113,7 @@ def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Fill
     fastest = min([first, *others], key=lambda filled: filled.cost)
     best = multistart(filling, fastest, bound, effort)
     if is_chain(plan) and first is not fastest and best.cost > bound * (1 + ROUNDING):
-        # Moves lead further from an order whose ranks have the bound's waits than from a faster one of rules.
+        # Moves may lead further from the order of forwards ahead than from a faster one of rules.
         best = min(best, multistart(filling, first, bound, effort), key=lambda filled: filled.cost)
     return best
 
