@@ -57,9 +57,9 @@ def lower_bound(
       during the weight gradient: their bytes times these times, over the bytes that fit.
     - A chain of stages, one on each rank. When a rank ends its last input gradient, at most as many weight gradients
       are left to it as its memory holds deferred values; that input gradient still travels to the first rank, which
-      then has a weight gradient to do. Before its last input gradient, a rank runs whole weight gradients. And while the
-      first microbatch travels from a rank to the last one and back, the rank has whole forwards to run, as many as its memory holds;
-      what they do not fill, it waits.
+      then has a weight gradient to do. Before its last input gradient, a rank runs whole weight gradients. And while
+      the first microbatch travels from a rank to the last one and back, the rank has whole forwards to run, as many as
+      its memory holds; what they do not fill, it waits.
     - The same chain. A microbatch begins when the one before it, by as many as fit, has been to the last rank and back.
 
     >>> from fpipe import Placement
@@ -318,8 +318,8 @@ class Chain:
         return waits
 
     def before_last(self, cost: float) -> tuple[list[float], bool]:
-        """Return by stage how long its rank waits until its last input gradient, where that ends as early as it can; and
-        whether a cost allows that.
+        """Return by stage how long its rank waits until its last input gradient, where that ends as early as possible;
+        and whether a cost allows that.
 
         Until then, a rank runs all forwards and input gradients, and whole weight gradients: as many as its memory
         demands, and not the last one. What these do not fill, it waits, or it comes late with one more.
