@@ -48,7 +48,6 @@ from fpipe.interop.transformers import split_with_cache
 
 PROMPTS, LENGTH = 8, 32
 VOCABULARY = 9  # tokens for each of the model's width
-SIDE = 32  # of what short stages return
 WAYS = ("tokens_per_s", "one_process", "batch_generate")
 
 
@@ -133,7 +132,7 @@ class Short:
     """A generation of stages that compute for a short time, which shows the host's time for a piece."""
 
     def __init__(self, prompts: torch.Tensor, ranks: int, setting: Setting, link: Link) -> None:
-        first = Stage(lambda p, ids: predictions.busy(p, ids[..., None] * p[:SIDE]), [Batch("input_ids")])
+        first = Stage(lambda p, ids: predictions.busy(p, ids[..., None] * p[: predictions.SIZE]), [Batch("input_ids")])
         stages = [first, *[predictions.busy] * (ranks - 2), lambda p, x: predictions.busy(p, x[:, -1])]
         cache = Cache(PROMPTS // setting.microbatches, LENGTH + setting.tokens, state={})
         params = {stage: torch.ones(predictions.SIDE) for stage in range(ranks)}

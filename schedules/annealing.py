@@ -25,7 +25,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedules.filling import ROUNDED, Filled, Filling
 from fpipe.schedules.work import Words
 
-ROUNDS, PLAYED = 3, 500_000  # as of `Settings`
+ROUNDS, PLAYED = 3, 500_000  # rounds, and passes in each, as of `Settings`
 MOVES = 20  # of each pass, at most, in a round
 REFUSED = 8  # passes, which take as long as a move that is not played
 STATES = 16  # of a play, from which others go on

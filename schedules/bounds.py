@@ -330,7 +330,7 @@ class Chain:
         m, waits, fits = self.microbatches, [0.0] * self.count, True
         total, end = self._before[m], 0.0  # of the last input gradient, after the first forward began
         for s in range(self.count - 1, -1, -1):
-            weight, fewest = self.weight[s], m - max(1, self.deferred[s])
+            weight, fewest = self.weight[s], m - self.deferred[s]
             others = total * (self.forward[s] + self.inputs[s])
             needed, spare = end - others, cost * (1 + ROUNDING) - others - total * weight
             n = max(fewest, bisect_right(self._before, needed, fewest, m, key=lambda scale: scale * weight) - 1)
@@ -366,5 +366,5 @@ class Chain:
         return low
 
     def fits(self, cost: float) -> bool:
-        """Whether a cost leaves all ranks the time to wait for their first gradients, and before their last ones."""
+        """Return whether a cost is enough for the waits of all ranks, for their first gradients and their last ones."""
         return self.ahead(cost)[1] and self.before_last(cost)[1]

@@ -271,7 +271,7 @@ class Space:
         return False
 
     def takes(self, entry: CatalogueEntry, placement: Placement) -> bool:
-        """Whether a schedule can run on a placement of another schedule."""
+        """Return whether a schedule can order the stages of a placement that the search tries with another schedule."""
         if any(len(ranks) > 1 for ranks in placement.holders):
             return entry.takes_copies
         chunks = max(1, placement.stages // placement.ranks)

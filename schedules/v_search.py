@@ -117,7 +117,7 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
-    """Return the fastest order that annealing finds: with few moves, with many, and of a short order by multi-start."""
+    """Return the fastest order that annealing finds: with few moves, with many, and of a short order as a whole."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     for settings in OF_FEW.times(effort):
         if not search.all.is_optimal(best):

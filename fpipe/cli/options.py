@@ -456,7 +456,7 @@ class CostOptions:
         return tuple(length * len(lengths) / sum(lengths) for length in lengths)
 
     def has_shares(self, plan: Plan) -> bool:
-        """Whether `of_shares` scales a cost, one number, since stages are not a rank's whole share each."""
+        """Return whether `of_shares` divides a cost, one number for each rank, among the stages of a plan."""
         costs = self._without_lists
         return of_shares(costs, plan) != costs
 
