@@ -94,8 +94,7 @@ def test_periods(printed):
             assert row[f"{way}_ratio"] == pytest.approx(row[f"{way}_ms"] / row[f"{way}_predicted_ms"])
         assert row["won"] == pytest.approx(1 - row["free_ms"] / row["barrier_ms"])
         assert row["won_late"] == pytest.approx(1 - row["late_ms"] / row["norm_ms"])
-        # The same program, predicted with the host's time as it was measured for each.
-        assert row["clipped_predicted_ms"] == pytest.approx(row["norm_predicted_ms"], rel=0.3)
+        assert row["clipped_predicted_ms"] == pytest.approx(row["norm_predicted_ms"], abs=1)
 
 
 @pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
