@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks import models, restart_job, strategies, timed
-from fpipe import Costs
+from benchmarks import models, periods, restart_job, strategies, timed
+from fpipe import Costs, Placement, Plan, simulate
+from fpipe.schedules import one_f_one_b, zb_h2
 from fpipe.schedules.candidates import Degrees
 from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM
@@ -94,7 +95,21 @@ def test_periods(printed):
             assert row[f"{way}_ratio"] == pytest.approx(row[f"{way}_ms"] / row[f"{way}_predicted_ms"])
         assert row["won"] == pytest.approx(1 - row["free_ms"] / row["barrier_ms"])
         assert row["won_late"] == pytest.approx(1 - row["late_ms"] / row["norm_ms"])
-        assert row["clipped_predicted_ms"] == pytest.approx(row["norm_predicted_ms"], abs=1)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zb_h2])
+def test_predicted_periods(schedule):
+    """Without a barrier, a step takes the cost and the update; a norm makes ranks wait for the last, clipped or not."""
+    plan, costs = Plan(Placement.loop(4), 8), Costs(2, 3, 1, update=0.5)
+    step, extra = (
+        simulate(schedule, plan, costs),
+        {"barrier": 0.0, "free": 0.0, "norm": 0.25, "late": 0.25, "clipped": 0.25},
+    )
+    period = {way: periods.predict(way, plan, costs, more, schedule, 10) for way, more in extra.items()}
+    assert period["clipped"] == period["norm"] == step.makespan + 0.25 + 0.5
+    assert period["free"] == pytest.approx(step.cost + 0.5)
+    assert period["late"] == pytest.approx(step.cost + 0.25 + 0.5)
+    assert step.makespan <= period["barrier"] <= step.makespan + 0.5
 
 
 @pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
