@@ -86,6 +86,18 @@ def test_no_program_costs_less_than_the_bound_of_its_memory(problem, rng):
             assert timeline.cost >= bound(plan, costs, limits[0], memory_limit_bytes=limits[1]) * (1 - 1e-9)
 
 
+@settings(max_examples=examples(100), deadline=None)
+@given(problems(), st.integers(1, 5))
+def test_no_order_that_is_searched_costs_less_than_the_bound(problem, limit):
+    """Those are near the bound, as random ones are not: at its cost, or at little more."""
+    plan, costs = problem
+    schedule = zb_auto(plan, costs, limit)
+    within = max(account.total for account in footprint(lower(schedule, plan), costs)) or None
+    cost = simulate(schedule, plan, costs).cost
+    for limit_bytes in {None, within}:
+        assert cost >= lower_bound(plan, costs, limit, memory_limit_bytes=limit_bytes) * (1 - 1e-9)
+
+
 @settings(max_examples=examples(40), deadline=None)
 @given(problems(), st.floats(1, 20), st.randoms(use_true_random=False))
 def test_the_bound_in_any_order_is_the_same_in_all_orders(problem, limit, rng):
