@@ -71,7 +71,7 @@ MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "moved4": (5,) * 8,
 }
 PROFILE = pathlib.Path(__file__).with_name("unlike_layers.json")
-DRAWN = Partition(Placement([0, 1, 2, 1, 0, 3]), (3, 2, 4, 2, 1, 2))  # of `PROFILE`, in docs/gallery.md
+DRAWN = Partition(Placement([0, 1, 2, 1, 0, 3]), (3, 1, 4, 3, 1, 2))  # of `PROFILE`, in docs/gallery.md
 WORK = 0.48  # seconds that all pieces of `profiled4` sleep for a microbatch
 SIDE, WIDE = 32, 2**18  # of an activation of timed stages, and of those that keep residuals
 LIMIT = 0.7  # of the bytes of 1F1B, in which `moved4` has to do

@@ -21,27 +21,20 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import (
-    LONG,
-    OF_FEW,
-    USUAL,
-    Player,
-    Settings,
-    annealed,
-    multistart,
-)
+from fpipe.schedules.annealing import LONG, OF_FEW, USUAL, Settings, annealed, multistart
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
 from fpipe.schedules.periods import periods, stretched
+from fpipe.schedules.plays import Player
 from fpipe.schedules.requirements import a_v
 from fpipe.schedules.squeezing import KEEP, Fill, Squeezing
 from fpipe.schedules.v_blocks import IA, SHAPES, Shape, effects, fitted, passes, repeat, shortest_period
 from fpipe.schedules.v_orders import Order, named_orders
 from fpipe.schedules.work import Room, Words, Work
 
-FEW = 100_000  # passes that a round of annealing plays, where orders of many layouts are annealed
-FIRST = OF_FEW._replace(rounds=2, played=FEW // 2)
+FEW = 100_000  # budget of a round of annealing, where orders of many layouts are annealed
+FIRST = OF_FEW._replace(rounds=2, budget=FEW // 2)
 LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
@@ -49,8 +42,8 @@ FINALISTS = 4
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
 SHORT = 800  # forwards and input gradients, up to which an order is annealed as a whole, too
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
-GAIN = 1.03  # times that annealing makes an order faster, at most, in what was tried
-GAIN_OF_MORE = 1.01  # times that many moves make it faster than few, where that mattered
+GAIN = 1.03  # times that annealing is taken to make an order faster: a lower limit that needs more is not searched
+GAIN_OF_MORE = 1.01  # times that many moves are taken to make it faster than few
 CLOSE = 1.05  # times the least cost, up to which a candidate is worth a second look
 
 
@@ -119,12 +112,12 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
     """Return the fastest order that annealing finds: with few moves, with many, and of a short order as a whole."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
-    for settings in OF_FEW.times(effort):
+    for settings in OF_FEW.tries(effort):
         if not search.all.is_optimal(best):
             best = min(search.annealed(settings), best, key=lambda filled: filled.cost)
     if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
         return best
-    more = multistart(search.all.filling, search.best, search.all.bound, effort, LONG)
+    more = multistart(search.all.filling, [search.best], search.all.bound, effort, LONG)
     return min(best, more, key=lambda filled: filled.cost)
 
 
@@ -154,12 +147,12 @@ class _Search:
         self.tried = set[tuple[str, int]]()
         self.least, self.best = inf, Filled(inf, [])
 
-    def _player(self, microbatches: int) -> _Player:
+    def _player(self, microbatches: int) -> _Instance:
         """Return the player of the first microbatches, if all take the same time; else of all."""
         plan, costs = self.plan, self.costs
         count = plan.microbatches if len({*costs.scale}) > 1 else min(plan.microbatches, microbatches)
         costs = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
-        return _Player(replace(plan, microbatches=count), costs, self.chunks)
+        return _Instance(replace(plan, microbatches=count), costs, self.chunks)
 
     def run(self) -> None:
         """Try named orders and blocks, then the best few on all microbatches."""
@@ -171,9 +164,9 @@ class _Search:
             if slots is not None and (key := (repr(slots), each.period)) not in self.tried:
                 self.tried.add(key)
                 self._try(each, partial(repeat, slots, each.period))
-        unlike: dict[float, Way] = {}
+        unlike: dict[str, Way] = {}
         for way in self._ranked():
-            unlike.setdefault(round(way.cost, 9), way)
+            unlike.setdefault(f"{way.cost:.9g}", way)
         for way in [*unlike.values()][:FINALISTS]:
             self._finish(way.make(self.plan.microbatches), way.fill)
 
@@ -254,7 +247,7 @@ class _Search:
             self.best = filled
 
 
-class _Player:
+class _Instance:
     """What plays and fills words of one number of microbatches.
 
     Args:
@@ -337,7 +330,7 @@ def annealed_blocks(work: Work, room: Room, chunks: int, words: Words) -> Words:
             cost, target = filling.best(blocks, (least, best.cost, inf))
             if cost < best.cost * (1 - ROUNDING):
                 best = filling.fill(blocks, target)
-    return annealed(filling, best, max(filling.busy), USUAL._replace(played=FEW)).words
+    return annealed(filling, best, max(filling.busy), USUAL._replace(budget=FEW)).words
 
 
 def _without_weights(order: Order, ranks: int, microbatches: int) -> Words:

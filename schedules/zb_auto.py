@@ -111,11 +111,9 @@ def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Fill
         if first.cost > bound * (1 + ROUNDING):
             others = [repeated(filling)] if plan.cycle == 1 else [*_in_turn(work, whole)]
     fastest = min([first, *others], key=lambda filled: filled.cost)
-    best = multistart(filling, fastest, bound, effort)
-    if is_chain(plan) and first is not fastest and best.cost > bound * (1 + ROUNDING):
-        # Moves may lead further from the order of forwards ahead than from a faster one of rules.
-        best = min(best, multistart(filling, first, bound, effort), key=lambda filled: filled.cost)
-    return best
+    # Moves may lead further from the order of forwards ahead than from a faster one of rules.
+    starts = [fastest, first] if is_chain(plan) and first is not fastest else [fastest]
+    return multistart(filling, starts, bound, effort)
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:

@@ -4,6 +4,7 @@ import time
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.programs.footprint import footprint
 from fpipe.schedules import lower_bound, v_auto, zb_auto
-from fpipe.schedules.annealing import LONG, Player, annealed, in_order, multistart
+from fpipe.schedules.annealing import LONG, Settings, _Round, annealed, multistart
 from fpipe.schedules.filling import Filling
 from fpipe.schedules.list_scheduling import RULES, follow, greedy
+from fpipe.schedules.plays import Limits, Player
 from fpipe.schedules.squeezing import Squeezing
 from fpipe.schedules.table import from_table
 from fpipe.schedules.v_blocks import passes
@@ -232,22 +234,91 @@ def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, sl
         word.insert(other, word.pop(place))
         moved = [*words[:rank], word, *words[rank + 1 :]]
         cost, _ = filling.best(moved, [target])
-        reordered = player.reordered(played.order, slot, passed, is_later)
+        reordered = player.reordered(played, slot, passed, is_later)
         assert (reordered is None) == (filling.sequence(moved) is None)
         if reordered is None:
             continue
-        (order, same), rows_moved = reordered, player.rows(moved)
+        (same, between), rows_moved = reordered, player.rows(moved)
+        order = played.order[:same] + between + played.order[same + len(between) :]
         assert sorted(order) == [*range(len(order))]
-        assert order[:same] == played.order[:same]
-        done, state = player.state(rows, played, same)
+        done, state = player.state(played, same)
         assert done <= same
-        resumed = player.resume(rows_moved, order, done, state)
-        assert (max(resumed.spans) if resumed else inf) == cost
-        if resumed:
-            over = max(resumed.spans) - target
-            most = player.resume(rows_moved, order, done, state, -over * (1 - 1e-6) + 1e-6)
-            assert most is None or max(most.spans) == cost
-            words, rows, played = moved, rows_moved, in_order(resumed, done, played.states)
+        heads = [row[0] for row in rows_moved]
+        ended = player.run(order[done:], state, heads, player.unlimited)
+        assert (max(player.spans(ended, heads)) if ended else inf) == cost
+        if ended:
+            over = max(player.spans(ended, heads)) - target
+            waits = Limits(-over * (1 - 1e-6) + 1e-6, player.unlimited.latest)
+            most = player.run(order[done:], state, heads, waits)
+            assert most is None or max(player.spans(most, heads)) == cost
+            words, rows = moved, rows_moved
+            played = player.finished(order, ended, heads, done, played.states)
+            assert [played.order[turn] for turn in played.turns] == [*range(len(order))]
+            assert max(played.spans) == cost
+
+
+def ruled_play(plan, costs, limit, slack):
+    """The player of a rule's order, its rows, and its play."""
+    work = Work.of(plan, costs)
+    (ruled,) = greedy(work, [limit] * plan.ranks, RULES[:1])
+    filling = Filling(work, Room.counted(plan, [limit] * plan.ranks))
+    player = Player(filling, slack * max(filling.busy))
+    rows = player.rows([at for at in word if at < filling.count] for word in ruled.words)
+    return player, rows, player.play(rows)
+
+
+@pytest.mark.parametrize("placement", [Placement.v(4), Placement.loop(4, 2), Placement.loop(4)])
+def test_a_pass_that_starts_later_than_its_deadline_makes_the_order_slower(placement):
+    """One at its deadline does not, but for weight gradients, which take little time here, and have none to spare."""
+    weight, slight = 2**-16, 2**-8
+    player, _, played = ruled_play(Plan(placement, 8), Costs(18.5, 18.1, weight, communication=0.6), 3, 1)
+    longest, latest = max(played.spans), player.latest(played)
+    assert slight > 2 * sum(time for *_, late, _ in player.steps if late for time in late[:1])
+    for slot, deadline in enumerate(latest):
+        if slot in played.heads:  # its rank's span begins with it
+            continue
+        for when, is_late in ((deadline, False), (deadline + slight, True)):
+            begin = player.begin.copy()
+            begin.ready[slot] = when
+            ended = player.run(played.order, begin, played.heads, player.unlimited)
+            assert (max(player.spans(ended, played.heads)) > longest + slight / 2) == is_late
+            begin.ready[slot] = when
+            early = player.run(played.order, begin, played.heads, Limits(-inf, latest, tolerance=slight / 2))
+            assert (early is None) == is_late
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(problems(), st.integers(1, 4), st.floats(0.9, 1.5))
+def test_no_pass_has_started_later_than_its_deadline(problem, limit, slack):
+    player, _, played = ruled_play(*problem, limit, slack)
+    if played:
+        spare = [due - at for due, at in zip(player.latest(played), played.starts, strict=True)]
+        assert min(spare) >= -1e-9 * max(played.spans)
+
+
+def test_annealing_plays_a_tenth_of_most_orders_and_keeps_the_deadlines_of_the_last_order(monkeypatch):
+    player, rows, played = ruled_play(Plan(Placement.v(4), 12), Costs(18.5, 18.1, 9.3, communication=0.6), 3, 1)
+    runs, run = [], Player.run
+
+    def counted(self, slots, *arguments):
+        passes = []
+        state = run(self, (passes.append(slot) or slot for slot in slots), *arguments)
+        runs.append(len(passes))
+        return state
+
+    monkeypatch.setattr(Player, "run", counted)
+    annealing = _Round(player, rows, played, Random(0), Settings())
+    annealing.run(max(player.filling.busy), 200_000)
+    assert annealing.least < max(played.spans)
+    assert len(runs) > 2_000
+    assert sum(runs) < 0.15 * len(runs) * len(played.order)
+    monkeypatch.undo()
+    assert annealing.latest == player.latest(annealing.played)
+    again = player.play(annealing.rows)
+    assert again.spans == annealing.played.spans
+    assert [annealing.rows[player.rank_of[slot]][place] for slot, place in enumerate(annealing.places)] == sorted(
+        again.order
+    )
 
 
 @pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86)])
@@ -255,13 +326,28 @@ def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
     work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
     filling = Filling(work, Room.counted(work.plan, [limit] * 3))
     (ruled,) = greedy(work, [limit] * 3, RULES[:1])
-    once, moved = (multistart(filling, ruled, max(filling.busy), *often) for often in ((), (3, LONG)))
+    once, moved = (multistart(filling, [ruled], max(filling.busy), *often) for often in ((), (3, LONG)))
     assert once == annealed(filling, ruled, max(filling.busy))
     for each in (once, moved):
         assert each.cost == pytest.approx(follow(each.words, work))
     assert moved.cost <= once.cost < ruled.cost
     assert moved.cost <= cost
-    assert annealed(filling, ruled, ruled.cost) is multistart(filling, ruled, ruled.cost) is ruled
+    assert annealed(filling, ruled, ruled.cost) is multistart(filling, [ruled], ruled.cost) is ruled
+
+
+@pytest.mark.parametrize("placement", [Placement.v(4), Placement.loop(4, 2)])
+def test_what_annealing_finds_does_not_depend_on_the_unit_of_time(placement):
+    """It is a power of two here, so that nothing is rounded."""
+    orders = []
+    for unit in (1, 2**-20, 2**20):
+        costs = Costs(*(unit * time for time in (18.5, 18.1, 9.3)), communication=unit * 0.6)
+        work = Work.of(Plan(placement, 8), costs)
+        filling = Filling(work, Room.counted(work.plan, [3] * 4))
+        (ruled,) = greedy(work, [3] * 4, RULES[:1])
+        order = annealed(filling, ruled, max(filling.busy), Settings(budget=50_000))
+        assert order.cost < ruled.cost
+        orders.append((order.cost / unit, order.words))
+    assert orders[0] == orders[1] == orders[2]
 
 
 def test_words_that_wait_for_each_other_have_no_sequence():
