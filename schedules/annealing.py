@@ -19,7 +19,7 @@ would keep. After Kirkpatrick et al., "Optimization by simulated annealing", Sci
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from math import inf, log
 from random import Random
 from typing import NamedTuple
@@ -74,12 +74,15 @@ OF_FEW = Settings(hot=2 * HOT, mean=MEAN / 4, rounds=2 * ROUNDS, budget=BUDGET /
 def multistart(
     filling: Filling, starts: Sequence[Filled], bound: float, effort: float = 1.0, settings: Settings = USUAL
 ) -> Filled:
-    """Return the fastest filled words that annealing finds from each start, with each of `settings.tries(effort)`."""
+    """Return the fastest filled words that annealing finds from each start, with each of `settings.tries(effort)`.
+
+    No two of these have the same seed, so that a start may be there twice.
+    """
     best = min(starts, key=lambda start: start.cost)
-    for start in starts:
-        for each in settings.tries(effort):
-            if best.cost > bound * ROUNDED:
-                best = min(best, annealed(filling, start, bound, each), key=lambda found: found.cost)
+    for n, (start, each) in enumerate(product(starts, settings.tries(effort))):
+        if best.cost > bound * ROUNDED:
+            found = annealed(filling, start, bound, each._replace(seed=settings.seed + n))
+            best = min(best, found, key=lambda filled: filled.cost)
     return best
 
 

@@ -111,9 +111,9 @@ def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Fill
         if first.cost > bound * (1 + ROUNDING):
             others = [repeated(filling)] if plan.cycle == 1 else [*_in_turn(work, whole)]
     fastest = min([first, *others], key=lambda filled: filled.cost)
-    # Moves may lead further from the order of forwards ahead than from a faster one of rules.
-    starts = [fastest, first] if is_chain(plan) and first is not fastest else [fastest]
-    return multistart(filling, starts, bound, effort)
+    # Moves may lead further from the order of forwards ahead than from a faster one of rules; if it is the fastest, it
+    # is annealed twice.
+    return multistart(filling, [fastest, first] if is_chain(plan) else [fastest], bound, effort)
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:
