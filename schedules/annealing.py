@@ -2,17 +2,16 @@
 
 A move takes a pass to a place nearby in its rank's word. Most of them take a pass on the critical path, since no other
 move makes the slowest rank faster. Of the passes that follow one another there on a rank, a block, the first and the
-last are moved into it, since what moves inside changes nothing (Nowicki and Smutnicki, "A fast taboo search algorithm
-for the job shop problem", Management Science 42, 1996).
+last are moved into it more often, since what moves inside changes nothing (Nowicki and Smutnicki, "A fast taboo search
+algorithm for the job shop problem", Management Science 42, 1996).
 
-Nearly all moves are refused. So a play ends at the first pass that starts too late for the rest of the play before to
-end in time (from the times before a pass and behind it: Taillard, "Parallel taboo search techniques for the job shop
-scheduling problem", ORSA Journal on Computing 6, 1994). It is an estimate: some moves are refused that a whole play
-would keep. After Kirkpatrick et al., "Optimization by simulated annealing", Science 220, 1983; van Laarhoven et al.,
-"Job shop scheduling by simulated annealing", Operations Research 40, 1992. Invariants:
+Nearly all moves are refused. So a play ends at the first pass that starts too late for the passes behind it to end in
+time, as they ran in the play before (from the times before a pass and behind it: Taillard, "Parallel taboo search
+techniques for the job shop scheduling problem", ORSA Journal on Computing 6, 1994). It is an estimate: some moves are
+refused that a whole play would keep. After Kirkpatrick et al., "Optimization by simulated annealing", Science 220,
+1983; van Laarhoven et al., "Job shop scheduling by simulated annealing", Operations Research 40, 1992. Invariants:
 
 - The unit of time changes nothing but what is rounded.
-
 - What ends the search is its work, counted in passes, not time, so the result depends on the arguments alone.
 """
 
@@ -48,8 +47,8 @@ class Settings(NamedTuple):
         hot: the temperature at first, in mean times of a pass.
         mean: the weight of the ranks' mean span in the objective, beside the largest one. It shows the way where the
             largest is level.
-        rounds, budget: how often the temperature falls, and the work meanwhile, in passes that are played, each in
-            about a microsecond; less for short words.
+        rounds, budget: how often the temperature falls, and the work meanwhile, in passes that are played, at
+            less than a microsecond each; less for short words.
     """
 
     seed: int = 0
@@ -74,9 +73,9 @@ OF_FEW = Settings(hot=2 * HOT, mean=MEAN / 4, rounds=2 * ROUNDS, budget=BUDGET /
 def multistart(
     filling: Filling, starts: Sequence[Filled], bound: float, effort: float = 1.0, settings: Settings = USUAL
 ) -> Filled:
-    """Return the fastest filled words that annealing finds from each start, with each of `settings.tries(effort)`.
+    """Return the fastest filled words that annealing finds from each start, as often as the effort is.
 
-    No two of these have the same seed, so that a start may be there twice.
+    Each annealing has a seed of its own, so that a start may be given twice.
     """
     best = min(starts, key=lambda start: start.cost)
     for n, (start, each) in enumerate(product(starts, settings.tries(effort))):

@@ -1,4 +1,4 @@
-"""Plays of words of forwards and input gradients, of which each goes on from another one. No torch.
+"""Plays of words of forwards and input gradients, which may go on from the play before. No torch.
 
 A play fills waits with weight gradients, as `Filling.cost` does. After a move of one pass, a play goes on from a state
 that the play before had before that move. It ends early where a rank has waited too long or a pass starts too late.
@@ -259,8 +259,8 @@ class Player:
     def latest(self, played: Played) -> list[float]:
         """Return by slot an estimate of the latest start with which no span exceeds the longest one.
 
-        It takes that the first pass of a rank starts when it did, that transfers do not queue, and that weight
-        gradients stay where they are, but for those in waits, which may run later at no cost.
+        It assumes that the first pass of a rank starts when it did, that transfers do not queue, and that weight
+        gradients stay where they are. Those in waits may run later at no cost.
         """
         spans, starts, ready = played.spans, played.starts, played.ready
         longest, latest, following = max(spans), [0.0] * len(starts), [-1] * len(spans)
@@ -284,7 +284,7 @@ class Player:
     def reordered(
         self, played: Played, slot: int, passed: Sequence[int], is_later: bool
     ) -> tuple[int, list[int]] | None:
-        """Return what a move changes in the order: from where, and the slots from there; None if ranks then wait.
+        """Return the part of the order that a move changes: where it begins, and its slots; None if ranks wait then.
 
         What depends on the moved pass stays behind it, or what it depends on before it; all else stays in its order
         (Pearce and Kelly, "A dynamic topological sort algorithm for directed acyclic graphs", JEA 11, 2006).

@@ -42,8 +42,8 @@ FINALISTS = 4
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
 SHORT = 800  # forwards and input gradients, up to which an order is annealed as a whole, too
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
-GAIN = 1.03  # times that annealing is taken to make an order faster: a lower limit that needs more is not searched
-GAIN_OF_MORE = 1.01  # times that many moves are taken to make it faster than few
+GAIN = 1.03  # times that annealing is assumed to make an order faster: a lower limit that needs more is not searched
+GAIN_OF_MORE = 1.01  # times that many moves are assumed to make it faster than few
 CLOSE = 1.05  # times the least cost, up to which a candidate is worth a second look
 
 
@@ -139,7 +139,7 @@ class _Search:
 
     def __init__(self, plan: Plan, costs: Costs, chunks: int) -> None:
         self.plan, self.costs, self.chunks = plan, costs, chunks
-        self.few, self.all = self._player(2 * plan.ranks + 4), self._player(plan.microbatches)
+        self.few, self.all = self._instance(2 * plan.ranks + 4), self._instance(plan.microbatches)
         patience = (0.0,) if self.all.work.even else (0.0, 1.0)
         self.fills = [Fill(reorder, part) for reorder in (True, False) for part in patience]
         self.shortest = shortest_period(plan.ranks, chunks)
@@ -147,8 +147,8 @@ class _Search:
         self.tried = set[tuple[str, int]]()
         self.least, self.best = inf, Filled(inf, [])
 
-    def _player(self, microbatches: int) -> _Instance:
-        """Return the player of the first microbatches, if all take the same time; else of all."""
+    def _instance(self, microbatches: int) -> _Instance:
+        """Return the instance of the first microbatches, if all take the same time; else of all."""
         plan, costs = self.plan, self.costs
         count = plan.microbatches if len({*costs.scale}) > 1 else min(plan.microbatches, microbatches)
         costs = replace(costs, scale=costs.scale[:count], sizes=costs.sizes[:count])
@@ -221,7 +221,7 @@ class _Search:
         """Return the best order after moves of passes for few microbatches; what they repeat is repeated for all."""
         best = self.best
         for extra in EXTRA:
-            few = self._player(2 * self.plan.ranks + extra)
+            few = self._instance(2 * self.plan.ranks + extra)
             more = self.plan.microbatches - few.microbatches
             if self.all.is_optimal(best):
                 break
@@ -248,7 +248,7 @@ class _Search:
 
 
 class _Instance:
-    """What plays and fills words of one number of microbatches.
+    """Plays and fills words of one number of microbatches.
 
     Args:
         bound: of their cost.

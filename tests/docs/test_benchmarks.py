@@ -101,10 +101,8 @@ def test_periods(printed):
 def test_predicted_periods(schedule):
     """Without a barrier, a step takes the cost and the update; a norm makes ranks wait for the last, clipped or not."""
     plan, costs = Plan(Placement.loop(4), 8), Costs(2, 3, 1, update=0.5)
-    step, extra = (
-        simulate(schedule, plan, costs),
-        {"barrier": 0.0, "free": 0.0, "norm": 0.25, "late": 0.25, "clipped": 0.25},
-    )
+    step = simulate(schedule, plan, costs)
+    extra = {"barrier": 0.0, "free": 0.0, "norm": 0.25, "late": 0.25, "clipped": 0.25}
     period = {way: periods.predict(way, plan, costs, more, schedule, 10) for way, more in extra.items()}
     assert period["clipped"] == period["norm"] == step.makespan + 0.25 + 0.5
     assert period["free"] == pytest.approx(step.cost + 0.5)
