@@ -80,8 +80,8 @@ def multistart(
     best = min(starts, key=lambda start: start.cost)
     for n, (start, each) in enumerate(product(starts, settings.tries(effort))):
         if best.cost > bound * ROUNDED:
-            found = annealed(filling, start, bound, each._replace(seed=settings.seed + n))
-            best = min(best, found, key=lambda filled: filled.cost)
+            order = annealed(filling, start, bound, each._replace(seed=settings.seed + n))
+            best = min(best, order, key=lambda filled: filled.cost)
     return best
 
 

@@ -1,7 +1,8 @@
 """Plays of words of forwards and input gradients, which may go on from the play before. No torch.
 
-A play fills waits with weight gradients, as `Filling.cost` does. After a move of one pass, a play goes on from a state
-that the play before had before that move. It ends early where a rank has waited too long or a pass starts too late.
+A player fills waits with weight gradients, as `Filling.cost` does. After a move of one pass, it plays on from a state
+of the play before, up to where the orders differ. It ends the play early where a rank has waited too long or a pass
+starts too late.
 Invariants:
 
 - A play depends on the words alone, not on the state that it goes on from.
@@ -55,7 +56,7 @@ class State(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Where a play ends early.
+    """The limits of waits and starts. A player ends a play that exceeds one of them.
 
     Args:
         least_spare: of each rank's waits; negative where a rank may wait longer than the target allows.

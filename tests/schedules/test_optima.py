@@ -195,34 +195,41 @@ def test_the_bytes_of_one_microbatch_in_flight_are_kept(problem):
             assert max(each.total for each in footprint(lower(schedule, plan), costs)) <= least * (1 + 1e-9)
 
 
+def ruled_order(plan, costs, limit, rule=RULES[0]):
+    """What fills words, and a rule's order."""
+    work, limits = Work.of(plan, costs), [limit] * plan.ranks
+    (ruled,) = greedy(work, limits, [rule])
+    return Filling(work, Room.counted(plan, limits)), ruled
+
+
 @settings(max_examples=examples(100), deadline=None)
 @given(problems(), st.sampled_from(RULES), st.integers(1, 4), st.floats(1, 3))
 def test_fillings_count_as_the_simulator(problem, rule, limit, slack):
-    plan, costs = problem
-    work = Work.of(plan, costs)
-    (ruled,) = greedy(work, [limit] * plan.ranks, [rule])
+    filling, ruled = ruled_order(*problem, limit, rule)
+    work = filling.work
     assert follow(ruled.words, work) <= ruled.cost * (1 + 1e-12)  # a rule may wait where it need not
-    filling = Filling(work, Room.counted(plan, [limit] * plan.ranks))
     words = [[at for at in word if at < filling.count] for word in ruled.words]
     filled = filling.fill(words, slack * max(filling.busy))
     assert [[at for at in word if at < filling.count] for word in filled.words] == words
     assert filled.cost == pytest.approx(follow(filled.words, work), rel=1e-12)
 
 
+def ruled_play(plan, costs, limit, slack):
+    """The player of a rule's order, its rows, and its play."""
+    filling, ruled = ruled_order(plan, costs, limit)
+    player = Player(filling, slack * max(filling.busy))
+    rows = player.rows([at for at in word if at < filling.count] for word in ruled.words)
+    return player, rows, player.play(rows)
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(problems(), st.integers(1, 4), st.floats(0.9, 1.5), st.randoms(use_true_random=False))
 def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, slack, rng):
     """Whatever moves, and whether ranks then wait for each other or for memory: as `Filling` counts it."""
-    plan, costs = problem
-    work = Work.of(plan, costs)
-    (ruled,) = greedy(work, [limit] * plan.ranks, RULES[:1])
-    filling = Filling(work, Room.counted(plan, [limit] * plan.ranks))
-    words, target = [[at for at in word if at < filling.count] for word in ruled.words], slack * max(filling.busy)
-    player = Player(filling, target)
-    rows = player.rows(words)
-    played = player.play(rows)
+    player, rows, played = ruled_play(*problem, limit, slack)
+    words, filling, target = player.words(rows), player.filling, player.target
     for _ in range(20):
-        rank = rng.randrange(plan.ranks)
+        rank = rng.randrange(len(words))
         word, place = [*words[rank]], rng.randrange(len(words[rank]))
         other = place + rng.choice((-3, -2, -1, 1, 2, 3))
         if not 0 <= other < len(word):
@@ -257,16 +264,6 @@ def test_a_play_that_goes_on_counts_as_one_from_the_beginning(problem, limit, sl
             assert max(played.spans) == cost
 
 
-def ruled_play(plan, costs, limit, slack):
-    """The player of a rule's order, its rows, and its play."""
-    work = Work.of(plan, costs)
-    (ruled,) = greedy(work, [limit] * plan.ranks, RULES[:1])
-    filling = Filling(work, Room.counted(plan, [limit] * plan.ranks))
-    player = Player(filling, slack * max(filling.busy))
-    rows = player.rows([at for at in word if at < filling.count] for word in ruled.words)
-    return player, rows, player.play(rows)
-
-
 @pytest.mark.parametrize("placement", [Placement.v(4), Placement.loop(4, 2), Placement.loop(4)])
 def test_a_pass_that_starts_later_than_its_deadline_makes_the_order_slower(placement):
     """One at its deadline does not, but for weight gradients, which take little time here, and have none to spare."""
@@ -282,7 +279,6 @@ def test_a_pass_that_starts_later_than_its_deadline_makes_the_order_slower(place
             begin.ready[slot] = when
             ended = player.run(played.order, begin, played.heads, player.unlimited)
             assert (max(player.spans(ended, played.heads)) > longest + slight / 2) == is_late
-            begin.ready[slot] = when
             early = player.run(played.order, begin, played.heads, Limits(-inf, latest, tolerance=slight / 2))
             assert (early is None) == is_late
 
@@ -323,13 +319,11 @@ def test_annealing_plays_a_tenth_of_most_orders_and_keeps_the_deadlines_of_the_l
 
 @pytest.mark.parametrize(("placement", "limit", "cost"), [(Placement.v(3), 2, 106), (Placement.loop(3, 2), 3, 86)])
 def test_annealing_makes_the_order_of_a_rule_faster(placement, limit, cost):
-    work = Work.of(Plan(placement, 6), Costs(2, 3, 1, communication=0.5))
-    filling = Filling(work, Room.counted(work.plan, [limit] * 3))
-    (ruled,) = greedy(work, [limit] * 3, RULES[:1])
+    filling, ruled = ruled_order(Plan(placement, 6), Costs(2, 3, 1, communication=0.5), limit)
     once, moved = (multistart(filling, [ruled], max(filling.busy), *often) for often in ((), (3, LONG)))
     assert once == annealed(filling, ruled, max(filling.busy))
     for each in (once, moved):
-        assert each.cost == pytest.approx(follow(each.words, work))
+        assert each.cost == pytest.approx(follow(each.words, filling.work))
     assert moved.cost <= once.cost < ruled.cost
     assert moved.cost <= cost
     assert annealed(filling, ruled, ruled.cost) is multistart(filling, [ruled], ruled.cost) is ruled
@@ -341,9 +335,7 @@ def test_what_annealing_finds_does_not_depend_on_the_unit_of_time(placement):
     orders = []
     for unit in (1, 2**-20, 2**20):
         costs = Costs(*(unit * time for time in (18.5, 18.1, 9.3)), communication=unit * 0.6)
-        work = Work.of(Plan(placement, 8), costs)
-        filling = Filling(work, Room.counted(work.plan, [3] * 4))
-        (ruled,) = greedy(work, [3] * 4, RULES[:1])
+        filling, ruled = ruled_order(Plan(placement, 8), costs, 3)
         order = annealed(filling, ruled, max(filling.busy), Settings(budget=50_000))
         assert order.cost < ruled.cost
         orders.append((order.cost / unit, order.words))
@@ -363,9 +355,7 @@ def test_words_that_wait_for_each_other_have_no_sequence():
 def test_values_without_bytes_queue(placement, cost):
     """Behind an activation that takes 4 s: that of stage 2 on the loop, and the gradient for stage 2 on the V."""
     plan, costs = Plan(placement, 4), Costs(communication=Link(0, 1), activation=[4, 0, 0, 0])
-    work = Work.of(plan, costs)
-    (ruled,) = greedy(work, [4, 4], RULES[:1])
-    filling = Filling(work, Room.counted(plan, [4, 4]))
+    filling, ruled = ruled_order(plan, costs, 4)
     target = max(filling.busy)
     words = [[at for at in word if at < filling.count] for word in ruled.words]
     filled, player = filling.fill(words, target), Player(filling, target)
@@ -373,7 +363,7 @@ def test_values_without_bytes_queue(placement, cost):
     assert max(player.play(player.rows(words)).spans) == filled.cost == simulated == cost
     if placement == Placement.v(2):
         kinds = [[passes(rank, plan).index(at) for at in word] for rank, word in enumerate(filled.words)]
-        assert Squeezing(work).squeeze(kinds, 8)[0] == cost
+        assert Squeezing(filling.work).squeeze(kinds, 8)[0] == cost
 
 
 def test_less_memory_costs_more():
