@@ -64,7 +64,7 @@ class Settings(NamedTuple):
 
 
 USUAL = Settings()
-LONG = Settings(rounds=2 * ROUNDS, budget=3 * BUDGET)
+LONG = Settings(rounds=2 * ROUNDS)
 """For an order that is searched once: one long annealing leads further than several shorter ones."""
 OF_FEW = Settings(hot=2 * HOT, mean=MEAN / 4, rounds=2 * ROUNDS, budget=BUDGET // 2)
 """For an order of few microbatches, of which the search repeats a part."""

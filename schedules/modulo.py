@@ -3,7 +3,8 @@
 This is software pipelining (Lam, "Software pipelining: an effective scheduling technique for VLIW machines", PLDI 1988;
 Rau, "Iterative modulo scheduling", MICRO 1994), with ranks for functional units. Forwards and input gradients are
 placed one after another, each at the first time from its inputs' arrival and its own delay on at which its rank is
-free. `Filling` adds the weight gradients. Periods and delays are searched by random changes.
+free. `Filling` adds the weight gradients. Periods and delays are searched by random changes, from the first
+period whose repetitions fit the memory.
 
 Invariants:
 - Modulo the period, no two passes of a rank overlap, so that a microbatch can begin every period.
@@ -23,6 +24,7 @@ from fpipe.schedules.work import Words, Work
 
 PLACED = 400_000  # passes that a search places
 STRETCHED = (0.97, 1, 1, 1.01, 1.02, 1.04, 1.07)  # periods, in times of all passes of the busiest rank
+LONGER = 1.25  # times a period, until the first block fits the memory
 UPHILL = 0.01  # by how much a change may be worse
 
 
@@ -75,15 +77,25 @@ class Blocks:
     def run(self, count: int) -> None:
         """Try changes until so many passes have been placed in all, or the busiest rank never waits."""
         if not self.placed:
-            self._try(self.now.period, self.now.delays)
+            self._begin()
         while self.placed < count and not self.is_done:
             rng, delays = self.rng, [*self.now.delays]
             for _ in range(rng.choice((1, 1, 2, 3))):
                 n = rng.randrange(len(delays))
                 more = rng.uniform(-0.3, 0.3) * self.load
                 delays[n] = rng.choice((0.0, max(0.0, delays[n] + more), rng.uniform(0, 0.7) * self.load))
-            period = self.load * rng.choice(STRETCHED) if rng.random() < 0.3 else self.now.period
+            period = self.now.period
+            if rng.random() < 0.3:
+                period = rng.choice((self.load, period)) * rng.choice(STRETCHED)
             self._try(period, delays)
+
+    def _begin(self) -> None:
+        """Try longer and longer periods, until repetitions fit the memory, or microbatches hardly overlap."""
+        period, alone = self.load, sum(each.time + sum(way for _, way in each.sources) for each in self.passes)
+        self._try(period, self.now.delays)
+        while self.best.cost == inf and period < alone:
+            period *= LONGER
+            self._try(period, self.now.delays)
 
     @property
     def is_done(self) -> bool:

@@ -21,7 +21,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import LONG, OF_FEW, USUAL, Settings, annealed, multistart
+from fpipe.schedules.annealing import BUDGET, LONG, OF_FEW, USUAL, Settings, annealed, multistart
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -35,12 +35,13 @@ from fpipe.schedules.work import Room, Words, Work
 
 FEW = 100_000  # budget of a round of annealing, where orders of many layouts are annealed
 FIRST = OF_FEW._replace(rounds=2, budget=FEW // 2)
+LONGER = LONG._replace(budget=3 * BUDGET)
 LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
 FINALISTS = 4
 EXTRA = (1, 4)  # microbatches beyond 2p, of which orders are annealed
-SHORT = 800  # forwards and input gradients, up to which an order is annealed as a whole, too
+SHORT = 800  # forwards and input gradients, up to which an order as a whole is annealed for longer
 SLOWER = 2  # limits with orders that annealing would not make fast enough, after which no lower one is searched
 GAIN = 1.03  # times that annealing is assumed to make an order faster: a lower limit that needs more is not searched
 GAIN_OF_MORE = 1.01  # times that many moves are assumed to make it faster than few
@@ -110,14 +111,15 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
-    """Return the fastest order that annealing finds: with few moves, with many, and of a short order as a whole."""
+    """Return the fastest order that annealing finds: with few moves, with many of few microbatches, and as a whole."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     for settings in OF_FEW.tries(effort):
         if not search.all.is_optimal(best):
             best = min(search.annealed(settings), best, key=lambda filled: filled.cost)
-    if search.all.is_optimal(best) or 2 * plan.stages * plan.microbatches > SHORT:
+    if search.all.is_optimal(best):
         return best
-    more = multistart(search.all.filling, [search.best], search.all.bound, effort, LONG)
+    settings = LONGER if 2 * plan.stages * plan.microbatches <= SHORT else USUAL
+    more = multistart(search.all.filling, [search.best], search.all.bound, effort, settings)
     return min(best, more, key=lambda filled: filled.cost)
 
 

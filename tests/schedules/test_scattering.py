@@ -50,6 +50,16 @@ def test_passes_that_fill_a_period_fit_it_however_their_times_round(times):
     assert blocks.best.cost == pytest.approx(blocks.least)
 
 
+@pytest.mark.parametrize("placement", [Placement.v(4), Placement.loop(4, chunks=2), Placement([0, 1, 2, 1, 0, 3])])
+def test_a_block_repeats_after_a_longer_period_where_memory_allows_no_shorter_one(placement):
+    plan, costs = Plan(placement, 12), Costs(2, 3, 1, communication=0.5)
+    with_less, with_all = Blocks(filling(plan, costs, limit=2)), Blocks(filling(plan, costs))
+    with_less.run(0)
+    with_all.run(0)
+    assert with_less.load == with_all.load == with_all.best.period < with_less.best.period
+    assert with_all.least <= with_all.filled().cost < with_less.filled().cost < inf
+
+
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_blocks_keep_to_the_memory(data):
