@@ -23,7 +23,7 @@ from fpipe.errors.arguments import checked
 from fpipe.plan import Placement, Plan
 from fpipe.programs.footprint import check_limit, lasting_bytes
 from fpipe.schedules.cuts import existing
-from fpipe.schedules.flights import Flights
+from fpipe.schedules.flights import Flights, bytes_alone
 from fpipe.schedules.work import FORWARD, INPUT, Room, Work, by_rank
 
 
@@ -170,15 +170,14 @@ def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
         if getattr(costs, cost, None) is not None  # collectives are parts of times
     }
     if costs.has_sizes_of_slices:
+
+        def alone(kind: type[Residuals | Deferred], stage: int, t: int) -> float:
+            kept = {other(stage, 0, n) for other in (Residuals, Deferred) for n in slices if n != t}
+            return bytes_alone(kind(stage, 0, t), plain, kept)
+
         for cost, kind in (("residuals", Residuals), ("deferred", Deferred)):
-            least[cost] = [min(_alone(kind(s, 0, t), plain, plan.slices) for t in slices) for s in stages]
+            least[cost] = [min(alone(kind, s, t) for t in slices) for s in stages]
     return replace(costs, slice_scale=(), shared=(), **least)
-
-
-def _alone(name: Residuals | Deferred, costs: Costs, slices: int) -> float:
-    """Return the bytes of what a slice keeps that no other slice of its stage keeps too."""
-    kept = {kind(name.stage, 0, t) for kind in (Residuals, Deferred) for t in range(slices) if t != name.slice}
-    return max(0.0, costs.bytes(name) - sum(x.bytes for x in costs.shared if name in x.names and kept & {*x.names}))
 
 
 def _published(plan: Plan, costs: Costs, limits: Sequence[float]) -> float:

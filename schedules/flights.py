@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from math import floor, inf
 
@@ -145,11 +145,11 @@ class Flights:
 
     def _alone(self, name: Residuals | Deferred) -> float:
         """Return the bytes of what a stage keeps, without those that other stages of its rank keep too."""
-        costs = replace(self.costs, scale=(), sizes=())
-        others = {s for s in self.plan.stages_on(self.plan.rank_of(name.stage, 0)) if s != name.stage}
+        others = (s for s in self.plan.stages_on(self.plan.rank_of(name.stage, 0)) if s != name.stage)
         kept = {kind(s, 0) for kind in (Residuals, Deferred) for s in others}
-        both = sum(each.bytes for each in costs.shared if name in each.names and not kept.isdisjoint(each.names))
-        return max(0.0, costs.bytes(name) - both) * self.plan.is_differentiated(name.stage)
+        return bytes_alone(name, replace(self.costs, scale=(), sizes=()), kept) * self.plan.is_differentiated(
+            name.stage
+        )
 
     def _in_flight(self, stage: int, backward: float) -> float:
         """Return the least time of all microbatches from a stage's forward to the end of a backward."""
@@ -200,3 +200,9 @@ class Flights:
             )
             begun[s] = max([done[s], *gradients])
         return begun[stage]
+
+
+def bytes_alone(name: Name, costs: Costs, others: Set[Name]) -> float:
+    """Return the bytes of a value, without those that it shares with one of the others."""
+    both = sum(each.bytes for each in costs.shared if name in each.names and not others.isdisjoint(each.names))
+    return max(0.0, costs.bytes(name) - both)

@@ -221,6 +221,18 @@ def test_an_unlimited_order_takes_no_more_memory_than_it_needs():
     assert simulate(zb_auto(chain(3, 20)), chain(3, 20)).peak_in_flight == [5, 5, 5]
 
 
+@pytest.mark.parametrize(
+    ("p", "limit", "of_v_auto", "above"),
+    sample([(4, 2, 1049.1, 0), (4, 3, 881.7, 0), (8, 4, 2053.5, 0.011)], [(4, 2, 1049.1, 0)]),
+)
+def test_an_order_on_a_v_with_little_memory_is_nearly_as_fast_as_that_of_v_auto(p, limit, of_v_auto, above):
+    """There blocks of the V are known by their shapes; here they come from any placement."""
+    plan, costs = Plan(Placement.v(p), 2 * p), Costs(18.5, 18.1, 9.3, communication=0.6)
+    schedule = zb_auto(plan, costs, limit)
+    assert max(verify(schedule, plan).peak_in_flight) <= limit
+    assert simulate(schedule, plan, costs).cost <= of_v_auto * (1 + above + 1e-9)
+
+
 @pytest.mark.parametrize("limit", [1, 1.5, 2, 3])
 def test_chunks_never_lock_each_other_out(limit):
     """Two chunks share a rank's memory: were the first to fill it, the second could never run."""
