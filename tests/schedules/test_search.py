@@ -163,7 +163,7 @@ def test_an_order_is_not_below_the_bound_of_its_bytes(k, communication):
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do():
-    plan = Plan(Placement.loop(4), 8)
+    plan = Plan(Placement.loop(2), 4)
     with pytest.raises(ScheduleError, match=r"keeps to 0\.25 microbatches in flight: the least is 1$"):
         search(plan, memory_limit=0.25, chunks=(1, 2))
     assert search(plan, memory_limit=1, chunks=(1, 2)).peak == 1

@@ -5,7 +5,7 @@ Oracles: published parameter counts and formulas, closed forms written out by ha
 
 from dataclasses import replace
 from importlib import import_module
-from itertools import count, permutations
+from itertools import count, permutations, product
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +20,7 @@ from fpipe.schedules.cuts import recut
 from fpipe.schedules.machines import MACHINES, Machine, gathering, summing
 from fpipe.schedules.shapes import SHAPES, ModelShape
 from fpipe.schedules.strategies import strategies
-from tests.support.combinations import thorough
+from tests.support.combinations import sample, thorough
 
 module = import_module("fpipe.schedules.strategies")  # the package has the function by that name
 
@@ -224,8 +224,10 @@ def test_a_link_is_inside_a_host_where_every_member_of_both_stages_is(stride, on
 FIXED = [name for name, each in CATALOGUE.items() if not each.limited and not each.edges and each.slices != 2]
 
 
-@pytest.mark.parametrize("vocabulary", [16, 512])  # sums of the ends that are small, and large, beside residuals
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    ("vocabulary", "remat"),  # sums of the ends that are small, and large, beside residuals
+    sample([*product([16, 512], ["none", "full"])], [(16, "none"), (512, "full")]),
+)
 def test_no_candidate_needs_fewer_bytes_than_its_least(vocabulary, remat):
     """Few microbatches are all in flight before there is a sum of gradients."""
     sizes = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 2, 2), (2, 1, 4), (4, 1, 2), (4, 1, 4), (4, 2, 5), (4, 1, 8)]

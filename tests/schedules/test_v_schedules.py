@@ -231,6 +231,7 @@ def test_more_effort_finds_the_best_known_order(p, times, k):
     assert cost == float(BEST[p, times].split()[k - 2]) < ABOVE_BEST[p, times][k]
 
 
+@thorough
 def test_few_moves_may_lead_further_than_many():
     plan, costs = v(4, 12), Costs(2, 3, 1, communication=0.5)
     assert simulate(v_auto(plan, costs, 2), plan, costs).cost == 221
