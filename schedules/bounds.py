@@ -171,12 +171,12 @@ def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
     }
     if costs.has_sizes_of_slices:
 
-        def alone(kind: type[Residuals | Deferred], stage: int, t: int) -> float:
-            kept = {other(stage, 0, n) for other in (Residuals, Deferred) for n in slices if n != t}
-            return bytes_alone(kind(stage, 0, t), plain, kept)
+        def alone(name: Residuals | Deferred) -> float:
+            kept = {kind(name.stage, 0, t) for kind in (Residuals, Deferred) for t in slices if t != name.slice}
+            return bytes_alone(name, plain, kept)
 
         for cost, kind in (("residuals", Residuals), ("deferred", Deferred)):
-            least[cost] = [min(alone(kind, s, t) for t in slices) for s in stages]
+            least[cost] = [min(alone(kind(s, 0, t)) for t in slices) for s in stages]
     return replace(costs, slice_scale=(), shared=(), **least)
 
 

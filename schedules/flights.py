@@ -145,11 +145,10 @@ class Flights:
 
     def _alone(self, name: Residuals | Deferred) -> float:
         """Return the bytes of what a stage keeps, without those that other stages of its rank keep too."""
-        others = (s for s in self.plan.stages_on(self.plan.rank_of(name.stage, 0)) if s != name.stage)
-        kept = {kind(s, 0) for kind in (Residuals, Deferred) for s in others}
-        return bytes_alone(name, replace(self.costs, scale=(), sizes=()), kept) * self.plan.is_differentiated(
-            name.stage
-        )
+        costs = replace(self.costs, scale=(), sizes=())
+        stages = [s for s in self.plan.stages_on(self.plan.rank_of(name.stage, 0)) if s != name.stage]
+        kept = {kind(s, 0) for kind in (Residuals, Deferred) for s in stages}
+        return bytes_alone(name, costs, kept) * self.plan.is_differentiated(name.stage)
 
     def _in_flight(self, stage: int, backward: float) -> float:
         """Return the least time of all microbatches from a stage's forward to the end of a backward."""

@@ -23,7 +23,7 @@ from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.work import Words, Work
 
 PLACED = 400_000  # passes that a search places
-STRETCHED = (0.97, 1, 1, 1.01, 1.02, 1.04, 1.07)  # periods, in times of all passes of the busiest rank
+STRETCHED = (0.97, 1, 1, 1.01, 1.02, 1.04, 1.07)  # times the period so far, or that of the busiest rank's passes
 LONGER = 1.25  # times a period, until the first block fits the memory
 UPHILL = 0.01  # by how much a change may be worse
 
@@ -75,7 +75,10 @@ class Blocks:
         self.now = self.best = Block(inf, inf, self.load, (0.0,) * len(self.passes), [])
 
     def run(self, count: int) -> None:
-        """Try changes until so many passes have been placed in all, or the busiest rank never waits."""
+        """Try changes until so many passes have been placed in all, or the busiest rank never waits.
+
+        At first, periods are tried until a block fits the memory, also beyond that count.
+        """
         if not self.placed:
             self._begin()
         while self.placed < count and not self.is_done:
@@ -94,7 +97,7 @@ class Blocks:
         period, alone = self.load, sum(each.time + sum(way for _, way in each.sources) for each in self.passes)
         self._try(period, self.now.delays)
         while self.best.cost == inf and period < alone:
-            period *= LONGER
+            period = period * LONGER or alone
             self._try(period, self.now.delays)
 
     @property

@@ -3,8 +3,8 @@
 Candidates are the named orders, and building blocks of several shapes and periods, which repeat. Ranks that wait run
 passes before their turn (`Squeezing`), and weight gradients fill what is left (`Filling`). All are tried on as many
 microbatches as show a warm-up, a steady phase and a cool-down, the best on all. Then shapes near the best ones are
-tried, and the best order is annealed; what it repeats is repeated for all microbatches. Lower limits are searched too,
-unless their lower bound says that they are not faster.
+tried. The best order is annealed: of few microbatches, where what it repeats is repeated for all, and as a whole. Lower
+limits are searched too, unless their lower bound says that they are not faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Effect
 from fpipe.plan import Plan
 from fpipe.schedules import work as passes_of
-from fpipe.schedules.annealing import BUDGET, LONG, OF_FEW, USUAL, Settings, annealed, multistart
+from fpipe.schedules.annealing import LONG, OF_FEW, USUAL, Settings, annealed, multistart
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow
@@ -35,7 +35,7 @@ from fpipe.schedules.work import Room, Words, Work
 
 FEW = 100_000  # budget of a round of annealing, where orders of many layouts are annealed
 FIRST = OF_FEW._replace(rounds=2, budget=FEW // 2)
-LONGER = LONG._replace(budget=3 * BUDGET)
+OF_SHORT = LONG._replace(budget=3 * LONG.budget)
 LIMITS = 16  # that are searched, at most; all of them up to p = 8
 PERIODS = 3  # from the shortest one
 NEAR = 30  # blocks near the best ones
@@ -111,14 +111,14 @@ def order_within(plan: Plan, costs: Costs, chunks: int) -> Filled:
 
 @lru_cache(maxsize=64)
 def _annealed_within(plan: Plan, costs: Costs, chunks: int, effort: float) -> Filled:
-    """Return the fastest order that annealing finds: with few moves, with many of few microbatches, and as a whole."""
+    """Return the fastest order of three annealings: with few moves, with many of few microbatches, and of all."""
     search, best = _searched(plan, costs, chunks), order_within(plan, costs, chunks)
     for settings in OF_FEW.tries(effort):
         if not search.all.is_optimal(best):
             best = min(search.annealed(settings), best, key=lambda filled: filled.cost)
     if search.all.is_optimal(best):
         return best
-    settings = LONGER if 2 * plan.stages * plan.microbatches <= SHORT else USUAL
+    settings = OF_SHORT if 2 * plan.stages * plan.microbatches <= SHORT else USUAL
     more = multistart(search.all.filling, [search.best], search.all.bound, effort, settings)
     return min(best, more, key=lambda filled: filled.cost)
 

@@ -11,7 +11,7 @@ from fpipe.effects import Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Plan, Schedule
 from fpipe.programs.residence import Residence
-from fpipe.schedules.annealing import LONG, check_effort, multistart
+from fpipe.schedules.annealing import LONG, USUAL, check_effort, multistart
 from fpipe.schedules.bounds import Chain, is_chain
 from fpipe.schedules.filling import Filled, Filling
 from fpipe.schedules.list_scheduling import follow, greedy
@@ -111,11 +111,10 @@ def _best(work: Work, room: Room, whole: Sequence[float], effort: float) -> Fill
         if first.cost > bound * (1 + ROUNDING):
             others = [repeated(filling)] if plan.cycle == 1 else [*_in_turn(work, whole)]
     fastest = min([first, *others], key=lambda filled: filled.cost)
-    if not is_chain(plan):
-        return multistart(filling, [fastest], bound, effort, LONG)
-    # Moves may lead further from the order of forwards ahead than from a faster one of rules; if it is the fastest, it
-    # is annealed twice.
-    return multistart(filling, [fastest, first], bound, effort)
+    # On a chain moves may lead further from the order of forwards ahead than from a faster one of rules; if it is the
+    # fastest, it is annealed twice.
+    starts, settings = ([fastest, first], USUAL) if is_chain(plan) else ([fastest], LONG)
+    return multistart(filling, starts, bound, effort, settings)
 
 
 def _by_formula(work: Work, limit: float) -> Iterator[Filled]:

@@ -120,7 +120,7 @@ def test_no_named_schedule_on_any_cut_is_as_fast_as_the_layout_without_a_name():
     others = {entry.name: min(costs_on_every_cut(entry, costs, cost), default=None) for entry in fixed}
     assert min(filter(None, others.values())) == others["dualpipe"] > 1.02 * cost
     assert [others[name] for name in ("zb-v", "v-half", "v-min", "dualpipe-v")] == [None] * 4  # no cut of a V is even
-    assert "0.2768 s" in "\n".join(generated.unnamed())
+    assert "39.7 MiB | 0.2768 s" in "\n".join(generated.unnamed())
     assert partitions.DRAWN == generated.FOUND  # it is measured too
 
 

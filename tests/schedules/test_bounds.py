@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from fpipe import Costs, Edges, Link, Placement, Plan, ScheduleError, lower, simulate, verify
 from fpipe.costs import Shared
-from fpipe.effects import Backward, BackwardInput, BackwardWeight, Forward, Residuals
+from fpipe.effects import Backward, BackwardInput, BackwardWeight, Deferred, Forward, Residuals
 from fpipe.programs.footprint import footprint, lasting_bytes, least_bytes
 from fpipe.schedules import from_table, gpipe, lower_bound, zb_auto
 from fpipe.schedules.bounds import bound_in_any_order
+from fpipe.schedules.flights import Flights
 from fpipe.timelines.simulator import simulate_programs
 from tests.schedules.test_optima import problem
 from tests.support.combinations import examples
@@ -44,6 +45,13 @@ def problems(draw):
         sizes=draw(factors),
         shared=shared,
     )
+
+
+@pytest.mark.parametrize("kinds", [*product((Residuals, Deferred), repeat=2)])
+def test_bytes_that_stages_of_a_rank_share_count_for_neither(kinds):
+    names = [kind(stage, 0) for kind, stage in zip(kinds, (0, 3), strict=True)]
+    flights = Flights(Plan(Placement.v(2), 2), Costs(residuals=10, deferred=10, shared=[Shared(8, names)]))
+    assert [flights._alone(name) for name in names] == [2, 2]
 
 
 def any_program(plan, rng):

@@ -47,6 +47,7 @@ def test_passes_that_fill_a_period_fit_it_however_their_times_round(times):
     plan = Plan(Placement([0] * len(times)), 4)
     blocks = Blocks(filling(plan, Costs(times, times[::-1], 0)))
     blocks.run(0)
+    assert blocks.best.period == blocks.load
     assert blocks.best.cost == pytest.approx(blocks.least)
 
 
@@ -58,6 +59,12 @@ def test_a_block_repeats_after_a_longer_period_where_memory_allows_no_shorter_on
     with_all.run(0)
     assert with_less.load == with_all.load == with_all.best.period < with_less.best.period
     assert with_all.least <= with_all.filled().cost < with_less.filled().cost < inf
+
+
+def test_a_block_of_passes_that_take_no_time_has_a_period_too():
+    plan, costs = Plan(Placement.v(2), 4), Costs(0, 0, 0, communication=1)
+    filled = repeated(filling(plan, costs, limit=1))
+    assert simulate(from_table(table(filled.words, plan)), plan, costs).cost == filled.cost < inf
 
 
 @settings(max_examples=examples(30), deadline=None)

@@ -231,7 +231,6 @@ def test_more_effort_finds_the_best_known_order(p, times, k):
     assert cost == float(BEST[p, times].split()[k - 2]) < ABOVE_BEST[p, times][k]
 
 
-@thorough
 def test_few_moves_may_lead_further_than_many():
     plan, costs = v(4, 12), Costs(2, 3, 1, communication=0.5)
     assert simulate(v_auto(plan, costs, 2), plan, costs).cost == 221
@@ -264,14 +263,15 @@ def test_chunks_in_bytes_give_orders_as_fast_as_chunks_in_microbatches(k, deferr
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("k", [9, 15, 16])
-def test_eight_ranks_take_no_more_than_ten_seconds(k):
+@pytest.mark.parametrize(("k", "known"), [(9, 3629.4), (15, 3133.4), (16, 3079.5)])
+def test_eight_ranks_take_no_more_than_ten_seconds(k, known):
     plan, costs = v(8, 32), Costs(18.5, 18.1, 9.3, communication=0.6)
     for search in (order_within, _annealed_within, _searched):
         search.cache_clear()
     began = time.process_time()
-    v_auto(plan, costs, k / 2)
+    schedule = v_auto(plan, costs, k / 2)
     assert time.process_time() - began < 10
+    assert simulate(schedule, plan, costs).cost <= known * (1 + 1e-9)
 
 
 @thorough
