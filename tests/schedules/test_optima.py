@@ -111,7 +111,7 @@ def check_near(size, times, deferred, limit):
 
 @thorough
 def test_more_effort_finds_better_orders():
-    plan, costs = Plan(Placement.v(4), 12), Costs(2, 3, 1, communication=0.5)
+    plan, costs = Plan(Placement.wave(4, 2), 8), Costs(2, 3, 1, communication=0.5)
     cost, seconds = dict[float, float](), dict[float, float]()
     for effort in (0.2, 1, 4):
         began = time.process_time()
