@@ -170,14 +170,15 @@ def _of_least_slices(plan: Plan, costs: Costs) -> Costs:
         if getattr(costs, cost, None) is not None  # collectives are parts of times
     }
     if costs.has_sizes_of_slices:
-
-        def alone(name: Residuals | Deferred) -> float:
-            kept = {kind(name.stage, 0, t) for kind in (Residuals, Deferred) for t in slices if t != name.slice}
-            return bytes_alone(name, plain, kept)
-
         for cost, kind in (("residuals", Residuals), ("deferred", Deferred)):
-            least[cost] = [min(alone(kind(s, 0, t)) for t in slices) for s in stages]
+            least[cost] = [min(_bytes_of_slice(kind(s, 0, t), plain, plan.slices) for t in slices) for s in stages]
     return replace(costs, slice_scale=(), shared=(), **least)
+
+
+def _bytes_of_slice(name: Residuals | Deferred, costs: Costs, slices: int) -> float:
+    """Return the bytes of a slice's value, without those that it shares with another slice of its stage."""
+    others = {kind(name.stage, 0, t) for kind in (Residuals, Deferred) for t in range(slices) if t != name.slice}
+    return bytes_alone(name, costs, others)
 
 
 def _published(plan: Plan, costs: Costs, limits: Sequence[float]) -> float:

@@ -144,11 +144,11 @@ class Flights:
         return total
 
     def _alone(self, name: Residuals | Deferred) -> float:
-        """Return the bytes of what a stage keeps, without those that other stages of its rank keep too."""
+        """Return the bytes of a stage's value, without those that it shares with another stage of its rank."""
         costs = replace(self.costs, scale=(), sizes=())
         stages = [s for s in self.plan.stages_on(self.plan.rank_of(name.stage, 0)) if s != name.stage]
-        kept = {kind(s, 0) for kind in (Residuals, Deferred) for s in stages}
-        return bytes_alone(name, costs, kept) * self.plan.is_differentiated(name.stage)
+        others = {kind(s, 0) for kind in (Residuals, Deferred) for s in stages}
+        return bytes_alone(name, costs, others) * self.plan.is_differentiated(name.stage)
 
     def _in_flight(self, stage: int, backward: float) -> float:
         """Return the least time of all microbatches from a stage's forward to the end of a backward."""
@@ -203,5 +203,5 @@ class Flights:
 
 def bytes_alone(name: Name, costs: Costs, others: Set[Name]) -> float:
     """Return the bytes of a value, without those that it shares with one of the others."""
-    both = sum(each.bytes for each in costs.shared if name in each.names and not others.isdisjoint(each.names))
-    return max(0.0, costs.bytes(name) - both)
+    shared = sum(each.bytes for each in costs.shared if name in each.names and not others.isdisjoint(each.names))
+    return max(0.0, costs.bytes(name) - shared)

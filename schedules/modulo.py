@@ -3,8 +3,8 @@
 This is software pipelining (Lam, "Software pipelining: an effective scheduling technique for VLIW machines", PLDI 1988;
 Rau, "Iterative modulo scheduling", MICRO 1994), with ranks for functional units. Forwards and input gradients are
 placed one after another, each at the first time from its inputs' arrival and its own delay on at which its rank is
-free. `Filling` adds the weight gradients. Periods and delays are searched by random changes, from the first
-period whose repetitions fit the memory.
+free. `Filling` adds the weight gradients. Periods and delays are searched by random changes, from the first period
+whose repetitions fit the memory.
 
 Invariants:
 - Modulo the period, no two passes of a rank overlap, so that a microbatch can begin every period.
