@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,6 +13,10 @@ from fpipe.programs.footprint import RankBytes
 from fpipe.schedules.catalogue import shares
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.timeline import Timeline
+
+Key = Callable[["Found"], tuple[float, ...]]
+
+PROMISING = 1.1  # times the cost of the best result, at most
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,25 @@ def best_of(results: Sequence[Found]) -> Found:
         least = min(map(key, results)) * (1 + ROUNDING)
         results = [result for result in results if key(result) <= least]
     return results[0]
+
+
+def best_of_each(results: Iterable[Found], key: Key) -> list[Found]:
+    """Return the best result of each schedule on each placement, in order, by what is least for the best."""
+    each = dict[tuple[object, ...], Found]()
+    for found in sorted(results, key=key):
+        each.setdefault((found.name, found.plan.placement), found)
+    return [*each.values()]
+
+
+def promising(results: Iterable[Found], key: Key, most: int) -> list[Found]:
+    """Return the best results, of each schedule on each placement one, that cost little more than the best of all."""
+    best = best_of_each(results, key)[:most]
+    return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
+
+
+def fastest(found: Found) -> tuple[float, ...]:
+    """Return what is least for the fastest result."""
+    return found.timeline.cost, found.timeline.makespan
 
 
 def has_parameters(costs: Costs) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Literal
 
@@ -21,15 +22,17 @@ from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit, footprint
 from fpipe.programs.lowering import lower
-from fpipe.schedules.catalogue import named
+from fpipe.schedules.catalogue import CATALOGUE, named
 from fpipe.schedules.descent import Layouts
-from fpipe.schedules.found import Found, best_of, describe_chunks, has_parameters
+from fpipe.schedules.found import Found, best_of, best_of_each, describe_chunks, fastest, has_parameters
 from fpipe.schedules.lengths import by_length
 from fpipe.schedules.space import CHUNKS, Space
 from fpipe.timelines.simulator import simulate_programs
 
 Order = Literal["drawn", "peak", "search"]
 EXCHANGED = 60_000  # effects that are simulated to exchange microbatches
+FINALISTS = 2  # results of schedules that order under limits, which then have all of the effort
+GAIN = 1.03  # times that all of the effort is assumed to make them faster
 LEAST_EXCHANGES, MOST_EXCHANGES = 4, 8  # for each microbatch at least, and for each pair of them at most
 
 
@@ -80,8 +83,8 @@ def search(
             orders anew for the order that was found, but not on layouts. That is no search of all orders: of many
             microbatches, few exchanges are tried. The result has `order`, and costs in that order. The bound is one for
             that order; of "search", for any.
-        effort: of `zb_auto` and `v_auto`, in times of the usual. With layouts, each has a part of it, and the best ones
-            all. The result has the `effort` of its schedule.
+        effort: of `zb_auto` and `v_auto`, in times of the usual. Each placement and cut has a part of it, and the best
+            results all. The result has the `effort` of its schedule.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -183,15 +186,32 @@ def _search(space: Space, memory_limit: float | None, memory_limit_bytes: float 
     """Return the best result for one order of microbatches."""
     if space.layouts:
         candidates = Layouts(space, memory_limit, memory_limit_bytes).results()
-    elif memory_limit_bytes is None:
-        candidates = list(space.candidates(memory_limit))
     else:
-        candidates = space.every(memory_limit, memory_limit_bytes)
+        candidates = _candidates(space, memory_limit, memory_limit_bytes)
     within = [result for result in candidates if result.is_within(memory_limit, memory_limit_bytes)]
     if not within:
         raise _too_small(space, memory_limit, memory_limit_bytes, candidates)
     bound = min(result.lower_bound for result in candidates)
     return replace(best_of(within), lower_bound=bound)
+
+
+def _candidates(space: Space, limit: float | None, limit_bytes: float | None) -> list[Found]:
+    """Return all results, where schedules that order under limits have a part of the effort, and the best ones all.
+
+    They are in the order of the catalogue. Those that can't become the best are left out of the second round.
+    """
+    quick = space.quick
+    results = list(quick.candidates(limit)) if limit_bytes is None else quick.every(limit, limit_bytes)
+    within = [result for result in results if result.is_within(limit, limit_bytes)]
+    least = min((result.timeline.cost for result in within), default=inf)
+    limited = [
+        each
+        for each in within
+        if named(each.name).limited and each.timeline.cost <= least * GAIN and each.lower_bound < least * (1 - ROUNDING)
+    ]
+    again = space.again(best_of_each(limited, fastest)[:FINALISTS], limit, limit_bytes)
+    names = [*CATALOGUE]
+    return sorted([*again, *results], key=lambda result: names.index(result.name))
 
 
 def _too_small(
@@ -231,7 +251,7 @@ def pareto(
     """
     check_limit(memory_limit_bytes, costs)
     space = Space.of(plan, costs, None, chunks, progress=progress, copies=copies)
-    every = space.every(None, memory_limit_bytes)
+    every = space.quick.every(None, memory_limit_bytes, front=True)
     by_bytes = has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:
         within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
@@ -242,10 +262,10 @@ def pareto(
     def memory(result: Found) -> float:
         return result.bytes if by_bytes else result.peak
 
-    front: list[Found] = []
-    for result in sorted(every, key=lambda result: (memory(result), result.timeline.cost, result.timeline.makespan)):
-        if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
-            front.append(result)
+    for result in _front(every, memory):
+        if named(result.name).limited:
+            every = [*space.again([result], *((None, result.bytes) if by_bytes else (result.peak, None))), *every]
+    front = _front(every, memory)
     models = {result.plan: result.costs for result in every}
 
     def bound(result: Found) -> float:
@@ -253,3 +273,11 @@ def pareto(
         return min(space.bound(plan, costs, *limits) for plan, costs in models.items())
 
     return [replace(result, lower_bound=bound(result)) for result in front]
+
+
+def _front(results: Sequence[Found], memory: Callable[[Found], float]) -> list[Found]:
+    front: list[Found] = []
+    for result in sorted(results, key=lambda result: (memory(result), *fastest(result))):
+        if not front or result.timeline.cost < front[-1].timeline.cost * (1 - ROUNDING):
+            front.append(result)
+    return front

@@ -7,7 +7,7 @@ of stages (`recut`), as the stages are, or in stages that are made of neighbouri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ from fpipe.timelines.timeline import Timeline
 Played = tuple[Timeline, int | None, tuple[RankBytes, ...]]
 Place = int | Placement | Partition
 CHUNKS = (1, 2, 3, 4, 6, 8)  # the numbers of stages on a rank to try
+QUICK = 0.1  # of the effort, until the best places are known
 MOST_LIMITED = 4  # the most for schedules that order under a limit, because these are slow for many stages
 FEW_LIMITED = 2  # the most for them where cuts are searched too
 
@@ -75,6 +76,11 @@ class Space:
     def units(self) -> float:
         """How many times a step takes the time of a layer's passes for a microbatch: by the microbatches' factors."""
         return sum(self.costs.scale) or self.plan.microbatches
+
+    @property
+    def quick(self) -> Space:
+        """The space with a part of the effort, for schedules that order in many places."""
+        return replace(self, effort=QUICK * self.effort)
 
     def report(self, name: str) -> None:
         """Report a candidate by the name of its schedule."""
@@ -127,15 +133,24 @@ class Space:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
         return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copies, effort)
 
-    def every(self, memory_limit: float | None, limit_bytes: float | None) -> list[Found]:
-        """Return all candidates; those that order under a limit also at lower limits than the given one."""
+    def every(self, memory_limit: float | None, limit_bytes: float | None, *, front: bool = False) -> list[Found]:
+        """Return all candidates; those that order under a limit in microbatches also at lower limits than that.
+
+        Args:
+            front: at many of these; otherwise, from the largest down, until one keeps to the limit in bytes.
+        """
         every = list(self.candidates(memory_limit))
         if limit_bytes is not None:
             with suppress(ScheduleError):  # none takes this limit
                 every += self.candidates(memory_limit, limit_bytes, limited=[True])
-        for limit in _limits(best_of(every).peak):
-            with suppress(ScheduleError):
-                every += self.candidates(limit, limited=[True])
+        limits = _limits(best_of(every).peak)
+        if front or limit_bytes is None:
+            for limit in limits:
+                with suppress(ScheduleError):
+                    every += self.candidates(limit, limited=[True])
+        else:
+            for entry, place in self._where(limited=[True]):
+                every += self._falling(entry, place, limits, limit_bytes)
         if limit_bytes is None:
             return every
         bounds = {
@@ -143,6 +158,17 @@ class Space:
             for plan, costs in {each.plan: each.costs for each in every}.items()
         }
         return [replace(each, lower_bound=bounds[each.plan]) for each in every]
+
+    def _falling(
+        self, entry: CatalogueEntry, place: Place, limits: Sequence[float], limit_bytes: float
+    ) -> Iterator[Found]:
+        """Yield results under limits in microbatches from the largest down, until one keeps to the limit in bytes."""
+        for limit in reversed(limits):
+            with suppress(ScheduleError):
+                results = self.results(entry, place, limit, None)
+                yield from results
+                if any(result.is_within(None, limit_bytes) for result in results):
+                    return
 
     def bound(self, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
         """Return a lower bound of the cost within limits, in microbatches of 1/ranks of the model and in bytes."""
@@ -159,17 +185,22 @@ class Space:
             limited: whether to try schedules that do not, and those that do.
         """
         count, refused = 0, list[ScheduleError]()
-        for entry in self.entries:
-            for place in self._places(entry) if entry.limited in limited else ():
-                try:
-                    results = self.results(entry, place, limit, limit_bytes)
-                except ScheduleError as error:
-                    refused.append(error)  # it does not take the plan, or the limit
-                    continue
-                count += len(results)
-                yield from results
+        for entry, place in self._where(limited):
+            try:
+                results = self.results(entry, place, limit, limit_bytes)
+            except ScheduleError as error:
+                refused.append(error)  # it does not take the plan, or the limit
+                continue
+            count += len(results)
+            yield from results
         if not count and refused:
             raise refused[0]
+
+    def _where(self, limited: Collection[bool]) -> Iterator[tuple[CatalogueEntry, Place]]:
+        """Yield entries, of those that order under a limit or of others, with each place to try."""
+        for entry in self.entries:
+            if entry.limited in limited:
+                yield from ((entry, place) for place in self._places(entry))
 
     def results(
         self, entry: CatalogueEntry, place: Place, limit: float | None, limit_bytes: float | None
@@ -194,10 +225,23 @@ class Space:
                 resident,
                 account,
                 layers=layers,
-                effort=self.effort,
+                effort=self.effort if entry.limited else 1.0,
             )
             for schedule, (timeline, resident, account) in played
         ]
+
+    def again(self, results: Iterable[Found], limit: float | None, limit_bytes: float | None) -> list[Found]:
+        """Return the results of the same entries in the same places, under limits and with the effort of this space."""
+        again = list[Found]()
+        for found in results:
+            place: Place = found.plan.placement
+            if found.layers:
+                place = Partition(found.plan.placement, found.layers)
+            elif self.recut:
+                place = max(1, found.plan.stages // found.plan.ranks)
+            with suppress(ScheduleError):
+                again += self.results(named(found.name), place, limit, limit_bytes)
+        return again
 
     def _played(
         self, entry: CatalogueEntry, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None
