@@ -66,6 +66,17 @@ def test_nothing_that_was_tried_is_better(model, limit):
     verify(found.schedule, found.plan)
 
 
+@thorough
+def test_what_is_found_is_ordered_with_all_of_the_effort():
+    plan, costs = Plan(Placement.loop(4), 8), Costs(4, 6, 3, communication=0.5)
+    found = search(plan, costs, 2, chunks=(2,), names=["zb-auto"])
+    quick, whole = (
+        simulate(zb_auto(found.plan, found.costs, 2, effort=effort), found.plan, found.costs) for effort in (0.1, 1)
+    )
+    assert (found.timeline.cost, found.effort) == (whole.cost, 1)
+    assert whole.cost < quick.cost
+
+
 @st.composite
 def uneven(draw):
     """Stages on ranks, of which some have more than others."""
