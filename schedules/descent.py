@@ -258,9 +258,9 @@ class Layouts:
 
     def _reordered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on the best cuts of others."""
-        ordered, seeds = list[Found](), promising(results, self._within, ON_CUTS)
+        ordered, seeds = list[Found](), promising(results, self._within, SEEDS)[:ON_CUTS]
         copied = [found for found in results if found.plan.cycle > 1 and named(found.name).takes_copies]
-        seeds += [found for found in promising(copied, self._within, ON_CUTS) if found not in seeds]
+        seeds += [found for found in promising(copied, self._within, SEEDS)[:ON_CUTS] if found not in seeds]
         for best in seeds:
             partition = Partition(best.plan.placement, best.layers)
             if len(best.layers) > FEW_LIMITED * best.plan.ranks:
@@ -274,7 +274,7 @@ class Layouts:
     def _annealed(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits on their best cuts, with all of the effort."""
         limited = [found for found in results if named(found.name).limited]
-        return self.full.again(promising(limited, self._within, ON_CUTS), self.limit, self.limit_bytes)
+        return self.full.again(promising(limited, self._within, SEEDS)[:ON_CUTS])
 
     def _moved(self, results: Iterable[Found]) -> Iterator[Found]:
         """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it.

@@ -36,7 +36,8 @@ class Found:
         layers: of a search of layouts, the number of layers of each stage.
         offload: the pass that moves residuals, or recomputes them, so that a limit in bytes holds; None where it does
             without.
-        effort: with which `zb_auto` or `v_auto` made the schedule.
+        effort, limit, limit_bytes: with which `zb_auto` or `v_auto` made the schedule, and under which limits, in
+            microbatches of a rank's share of the model and in bytes.
     """
 
     name: str
@@ -51,6 +52,8 @@ class Found:
     layers: tuple[int, ...] = ()
     offload: Offloading | None = None
     effort: float = 1.0
+    limit: float | None = None
+    limit_bytes: float | None = None
 
     def __repr__(self) -> str:
         layers = f", layers {' '.join(map(str, self.layers))}" if self.layers else ""

@@ -22,7 +22,7 @@ from fpipe.errors.arguments import checked
 from fpipe.plan import Plan
 from fpipe.programs.footprint import check_limit, footprint
 from fpipe.programs.lowering import lower
-from fpipe.schedules.catalogue import CATALOGUE, named
+from fpipe.schedules.catalogue import named
 from fpipe.schedules.descent import Layouts
 from fpipe.schedules.found import Found, best_of, best_of_each, describe_chunks, fastest, has_parameters
 from fpipe.schedules.lengths import by_length
@@ -31,8 +31,7 @@ from fpipe.timelines.simulator import simulate_programs
 
 Order = Literal["drawn", "peak", "search"]
 EXCHANGED = 60_000  # effects that are simulated to exchange microbatches
-FINALISTS = 2  # results of schedules that order under limits, which then have all of the effort
-GAIN = 1.03  # times that all of the effort is assumed to make them faster
+FINALISTS = 3  # results of schedules that order under limits, which then have all of the effort
 LEAST_EXCHANGES, MOST_EXCHANGES = 4, 8  # for each microbatch at least, and for each pair of them at most
 
 
@@ -84,7 +83,7 @@ def search(
             microbatches, few exchanges are tried. The result has `order`, and costs in that order. The bound is one for
             that order; of "search", for any.
         effort: of `zb_auto` and `v_auto`, in times of the usual. Each placement and cut has a part of it, and the best
-            results all. The result has the `effort` of its schedule.
+            results all, unless they cost no more than the bound. The result has the `effort` of its schedule.
         progress: called with the name of each candidate.
 
     Of equal costs the lower peak wins: in bytes if the costs have parameters, else in microbatches.
@@ -198,19 +197,15 @@ def _search(space: Space, memory_limit: float | None, memory_limit_bytes: float 
 def _candidates(space: Space, limit: float | None, limit_bytes: float | None) -> list[Found]:
     """Return all results, where schedules that order under limits have a part of the effort, and the best ones all.
 
-    They are in the order of the catalogue. Those that can't become the best are left out of the second round.
+    Those whose bound is not below the best result are left out of the second round.
     """
     quick = space.quick
     results = list(quick.candidates(limit)) if limit_bytes is None else quick.every(limit, limit_bytes)
     within = [result for result in results if result.is_within(limit, limit_bytes)]
-    least = min((result.timeline.cost for result in within), default=inf)
-    limited = [
-        each
-        for each in within
-        if named(each.name).limited and each.timeline.cost <= least * GAIN and each.lower_bound < least * (1 - ROUNDING)
-    ]
-    again = space.again(best_of_each(limited, fastest)[:FINALISTS], limit, limit_bytes)
-    names = [*CATALOGUE]
+    least = min((result.timeline.cost for result in within), default=inf) * (1 - ROUNDING)
+    limited = [result for result in within if named(result.name).limited and result.lower_bound < least]
+    again = space.again(best_of_each(limited, fastest)[:FINALISTS])
+    names = [entry.name for entry in space.entries]
     return sorted([*again, *results], key=lambda result: names.index(result.name))
 
 
@@ -225,7 +220,7 @@ def _too_small(
             + ("" if memory_limit is None else f" and to {memory_limit:g} microbatches in flight")
             + f": the least is {format_bytes(least.bytes)}, of {how}; more replicas or ranks need less"
         )
-    lowest = min(result.peak for result in space.candidates(max(1.0, memory_limit or 1.0)))
+    lowest = min(result.peak for result in space.quick.candidates(max(1.0, memory_limit or 1.0)))
     return ScheduleError(
         f"no schedule that is known keeps to {memory_limit:g} microbatches in flight: the least is {lowest:g}"
     )
@@ -251,7 +246,7 @@ def pareto(
     """
     check_limit(memory_limit_bytes, costs)
     space = Space.of(plan, costs, None, chunks, progress=progress, copies=copies)
-    every = space.quick.every(None, memory_limit_bytes, front=True)
+    every = space.quick.every(None, memory_limit_bytes, all_limits=True)
     by_bytes = has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:
         within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
@@ -262,9 +257,8 @@ def pareto(
     def memory(result: Found) -> float:
         return result.bytes if by_bytes else result.peak
 
-    for result in _front(every, memory):
-        if named(result.name).limited:
-            every = [*space.again([result], *((None, result.bytes) if by_bytes else (result.peak, None))), *every]
+    again = space.again(result for result in _front(every, memory) if named(result.name).limited)
+    every = [*(result for result in again if result.is_within(None, memory_limit_bytes)), *every]
     front = _front(every, memory)
     models = {result.plan: result.costs for result in every}
 

@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from fpipe._format import sized
-from fpipe.costs import Costs
+from fpipe.costs import ROUNDING, Costs
 from fpipe.effects import Backward, Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -133,26 +133,27 @@ class Space:
             raise ScheduleError(f"host must be a time of at least 0, not {host!r}")
         return cls(plan, costs, entries, chunks, recut, layouts, host, progress, any_order, copies, effort)
 
-    def every(self, memory_limit: float | None, limit_bytes: float | None, *, front: bool = False) -> list[Found]:
-        """Return all candidates; those that order under a limit in microbatches also at lower limits than that.
+    def every(self, memory_limit: float | None, limit_bytes: float | None, *, all_limits: bool = False) -> list[Found]:
+        """Return all candidates; those that order under a limit also at lower limits in microbatches.
 
         Args:
-            front: at many of these; otherwise, from the largest down, until one keeps to the limit in bytes.
+            all_limits: at many of these; otherwise from the largest down, until one keeps to the limit in bytes.
         """
         every = list(self.candidates(memory_limit))
-        if limit_bytes is not None:
-            with suppress(ScheduleError):  # none takes this limit
-                every += self.candidates(memory_limit, limit_bytes, limited=[True])
-        limits = _limits(best_of(every).peak)
-        if front or limit_bytes is None:
-            for limit in limits:
+        below = [limit for limit in _limits(best_of(every).peak) if memory_limit is None or limit < memory_limit]
+        if all_limits:
+            for limit in below:
                 with suppress(ScheduleError):
                     every += self.candidates(limit, limited=[True])
-        else:
+        elif limit_bytes is not None:
             for entry, place in self._where(limited=[True]):
-                every += self._falling(entry, place, limits, limit_bytes)
+                own = self.cut(entry, place).plan
+                first = [each for each in every if each.name == entry.name and each.plan == own]
+                every += self._falling(entry, place, first, below, limit_bytes)
         if limit_bytes is None:
             return every
+        with suppress(ScheduleError):  # none takes this limit
+            every += self.candidates(memory_limit, limit_bytes, limited=[True])
         bounds = {
             plan: self.bound(plan, costs, memory_limit, limit_bytes)
             for plan, costs in {each.plan: each.costs for each in every}.items()
@@ -160,15 +161,21 @@ class Space:
         return [replace(each, lower_bound=bounds[each.plan]) for each in every]
 
     def _falling(
-        self, entry: CatalogueEntry, place: Place, limits: Sequence[float], limit_bytes: float
+        self, entry: CatalogueEntry, place: Place, first: Sequence[Found], limits: Sequence[float], limit_bytes: float
     ) -> Iterator[Found]:
-        """Yield results under limits in microbatches from the largest down, until one keeps to the limit in bytes."""
+        """Yield results under lower and lower limits, until one keeps to bytes with each number of whole stages.
+
+        Args:
+            first: those under a higher limit.
+        """
+        within = {result.resident for result in first if result.is_within(None, limit_bytes)}
         for limit in reversed(limits):
+            if first and all(result.resident in within for result in first):
+                return
             with suppress(ScheduleError):
-                results = self.results(entry, place, limit, None)
-                yield from results
-                if any(result.is_within(None, limit_bytes) for result in results):
-                    return
+                first = self.results(entry, place, limit, None)
+                yield from (result for result in first if result.resident not in within)
+                within |= {result.resident for result in first if result.is_within(None, limit_bytes)}
 
     def bound(self, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
         """Return a lower bound of the cost within limits, in microbatches of 1/ranks of the model and in bytes."""
@@ -226,21 +233,28 @@ class Space:
                 account,
                 layers=layers,
                 effort=self.effort if entry.limited else 1.0,
+                limit=limit,
+                limit_bytes=limit_bytes,
             )
             for schedule, (timeline, resident, account) in played
         ]
 
-    def again(self, results: Iterable[Found], limit: float | None, limit_bytes: float | None) -> list[Found]:
-        """Return the results of the same entries in the same places, under limits and with the effort of this space."""
+    def again(self, results: Iterable[Found]) -> list[Found]:
+        """Return the results of the same entries in the same places and limits, with the effort of this space.
+
+        Those whose cost is their bound are left out.
+        """
         again = list[Found]()
         for found in results:
+            if found.timeline.cost <= found.lower_bound * (1 + ROUNDING):
+                continue
             place: Place = found.plan.placement
             if found.layers:
                 place = Partition(found.plan.placement, found.layers)
             elif self.recut:
                 place = max(1, found.plan.stages // found.plan.ranks)
             with suppress(ScheduleError):
-                again += self.results(named(found.name), place, limit, limit_bytes)
+                again += self.results(named(found.name), place, found.limit, found.limit_bytes)
         return again
 
     def _played(

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-ROUNDS = 1_500_000  # of the loop below, which take a second on the machine that seconds are of
+ROUNDS = 1_500_000  # of the loop below, which take a second on the machine of which the seconds are
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -24,5 +24,5 @@ def _loop() -> None:
     for n in range(ROUNDS):
         heappush(agenda, (n * 7919 % 10_007, n))
         last[n % 1000] = n
-        if n % 2:
+        if n >= 1000:
             heappop(agenda)
