@@ -257,7 +257,11 @@ def pareto(
     def memory(result: Found) -> float:
         return result.bytes if by_bytes else result.peak
 
-    again = space.again(result for result in _front(every, memory) if named(result.name).limited)
+    again = space.again(
+        result
+        for result in _front(every, memory)
+        if named(result.name).limited and result.timeline.cost > result.lower_bound * (1 + ROUNDING)
+    )
     every = [*(result for result in again if result.is_within(None, memory_limit_bytes)), *every]
     front = _front(every, memory)
     models = {result.plan: result.costs for result in every}

@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from fpipe._format import sized
-from fpipe.costs import ROUNDING, Costs
+from fpipe.costs import Costs
 from fpipe.effects import Backward, Forward
 from fpipe.errors import ScheduleError
 from fpipe.plan import Placement, Plan, Schedule
@@ -240,14 +240,9 @@ class Space:
         ]
 
     def again(self, results: Iterable[Found]) -> list[Found]:
-        """Return the results of the same entries in the same places and limits, with the effort of this space.
-
-        Those whose cost is their bound are left out.
-        """
+        """Return the results of the same entries in the same places and limits, with the effort of this space."""
         again = list[Found]()
         for found in results:
-            if found.timeline.cost <= found.lower_bound * (1 + ROUNDING):
-                continue
             place: Place = found.plan.placement
             if found.layers:
                 place = Partition(found.plan.placement, found.layers)

@@ -342,6 +342,11 @@ def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(roo
     assert [each.timeline.cost for each in limited] == pytest.approx(within)
 
 
+def test_of_equal_results_the_one_that_is_named_first_is_found():
+    for names in (["1f1b", "gpipe"], ["gpipe", "1f1b"]):
+        assert search(Plan(Placement.loop(1), 1), names=names).name == names[0]
+
+
 def test_a_limit_in_bytes_that_nothing_keeps_to():
     with pytest.raises(ScheduleError, match=r"keeps to 10 B on a rank: the least is \d+ B, of .* whole at a time"):
         sharded(10)
