@@ -31,7 +31,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CatalogueEntry, named
-from fpipe.schedules.found import Found, Key, best_of_each, fastest, promising
+from fpipe.schedules.found import Found, Key, best_of_each, fastest
 from fpipe.schedules.partitions import FEW, Partition
 from fpipe.schedules.scattering import scattered
 from fpipe.schedules.space import FEW_LIMITED, Cut, Space, limits_of_ranks
@@ -43,6 +43,7 @@ MOVING = 600_000  # effects that are simulated while layers and residuals move
 REPEATED = 8  # effects that are simulated in the time of moving an effect's residuals
 ORDERED = 200  # effects that are simulated in the time of ordering a stage's pass of one microbatch by costs
 SEEDS, ON_CUTS = 6, 3  # results from which layers move, and cuts on which schedules order under a limit
+PROMISING = 1.1  # times the cost of the best of these
 TRIES = 32  # cuts that are tried until one is better, where there are many
 SLOWER = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of a step, for moving residuals
 
@@ -76,18 +77,15 @@ class Layouts:
             )
         keys = [self._within, *([fastest] if self.limit_bytes is not None else [])]
         for done, key in enumerate(keys):
-            fixed += self._descended(promising(fixed, key, SEEDS), key, self.left / (len(keys) + 1 - done))
+            fixed += self._descended(self._seeds(fixed, key), key, self.left / (len(keys) + 1 - done))
         ordered += self._scattered([*fixed, *ordered])
         ordered += self._reordered([*fixed, *ordered])
-        ordered += self._descended(promising(ordered, self._within, SEEDS), self._within, self.left)
+        ordered += self._descended(self._seeds(ordered, self._within), self._within, self.left)
         results = [*fixed, *self._annealed(ordered), *ordered]  # of equal ones, the first
         if self.limit_bytes is not None:
             moved = [*self._moved(results)]
             self.left = MOVING
-            results += [
-                *moved,
-                *self._descended(promising(moved, self._within, SEEDS), self._within, MOVING, moves=True),
-            ]
+            results += [*moved, *self._descended(self._seeds(moved, self._within), self._within, MOVING, moves=True)]
         bound = self.bound()
         return [replace(result, lower_bound=bound) for result in results]
 
@@ -116,6 +114,11 @@ class Layouts:
         over = 0.0 if self.limit is None else found.peak / self.limit
         over = max(over, 0.0 if self.limit_bytes is None else found.bytes / self.limit_bytes)
         return max(0.0, over - 1 - ROUNDING), *fastest(found)
+
+    def _seeds(self, results: Iterable[Found], key: Key) -> list[Found]:
+        """Return the best results that are promising, of each schedule on each placement one."""
+        best = best_of_each(results, key)[:SEEDS]
+        return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
 
     def _descended(self, seeds: Sequence[Found], key: Key, effects: float, *, moves: bool = False) -> list[Found]:
         """Return the best results that moving layers leads to, from each seed; with residuals moved, if that is asked.
@@ -258,9 +261,9 @@ class Layouts:
 
     def _reordered(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits, on the best cuts of others."""
-        ordered, seeds = list[Found](), promising(results, self._within, SEEDS)[:ON_CUTS]
+        ordered, seeds = list[Found](), self._seeds(results, self._within)[:ON_CUTS]
         copied = [found for found in results if found.plan.cycle > 1 and named(found.name).takes_copies]
-        seeds += [found for found in promising(copied, self._within, SEEDS)[:ON_CUTS] if found not in seeds]
+        seeds += [found for found in self._seeds(copied, self._within)[:ON_CUTS] if found not in seeds]
         for best in seeds:
             partition = Partition(best.plan.placement, best.layers)
             if len(best.layers) > FEW_LIMITED * best.plan.ranks:
@@ -274,7 +277,7 @@ class Layouts:
     def _annealed(self, results: Sequence[Found]) -> list[Found]:
         """Return the results of schedules that order under the limits on their best cuts, with all of the effort."""
         limited = [found for found in results if named(found.name).limited]
-        return self.full.again(promising(limited, self._within, SEEDS)[:ON_CUTS])
+        return self.full.again(self._seeds(limited, self._within)[:ON_CUTS])
 
     def _moved(self, results: Iterable[Found]) -> Iterator[Found]:
         """Yield the fastest results beyond the limit in bytes, with residuals moved so that they keep to it.
@@ -286,7 +289,7 @@ class Layouts:
         some = (found for found in results if any(self._within(found)[:-2]) and found.peak <= in_flight)
         beyond = [found for found in some if found.timeline.cost < best]
         seeds = (
-            promising(beyond, fastest, SEEDS)
+            self._seeds(beyond, fastest)
             if best < inf
             else [*best_of_each(beyond, fastest), *best_of_each(beyond, _smallest)]
         )

@@ -16,8 +16,6 @@ from fpipe.timelines.timeline import Timeline
 
 Key = Callable[["Found"], tuple[float, ...]]
 
-PROMISING = 1.1  # times the cost of the best result, at most
-
 
 @dataclass(frozen=True)
 class Found:
@@ -103,12 +101,6 @@ def best_of_each(results: Iterable[Found], key: Key) -> list[Found]:
     for found in sorted(results, key=key):
         each.setdefault((found.name, found.plan.placement), found)
     return [*each.values()]
-
-
-def promising(results: Iterable[Found], key: Key, most: int) -> list[Found]:
-    """Return the best results, of each schedule on each placement one, that cost little more than the best of all."""
-    best = best_of_each(results, key)[:most]
-    return [found for found in best if found.timeline.cost <= PROMISING * best[0].timeline.cost]
 
 
 def fastest(found: Found) -> tuple[float, ...]:

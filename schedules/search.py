@@ -249,7 +249,7 @@ def pareto(
     every = space.quick.every(None, memory_limit_bytes, all_limits=True)
     by_bytes = has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:
-        within = [result for result in every if result.bytes <= memory_limit_bytes * (1 + ROUNDING)]
+        within = [result for result in every if result.is_within(None, memory_limit_bytes)]
         if not within:
             raise _too_small(space, None, memory_limit_bytes, every)
         every = within

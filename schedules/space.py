@@ -148,8 +148,8 @@ class Space:
         elif limit_bytes is not None:
             for entry, place in self._where(limited=[True]):
                 own = self.cut(entry, place).plan
-                first = [each for each in every if each.name == entry.name and each.plan == own]
-                every += self._falling(entry, place, first, below, limit_bytes)
+                results = [each for each in every if each.name == entry.name and each.plan == own]
+                every += self._falling(entry, place, results, below, limit_bytes)
         if limit_bytes is None:
             return every
         with suppress(ScheduleError):  # none takes this limit
@@ -161,21 +161,21 @@ class Space:
         return [replace(each, lower_bound=bounds[each.plan]) for each in every]
 
     def _falling(
-        self, entry: CatalogueEntry, place: Place, first: Sequence[Found], limits: Sequence[float], limit_bytes: float
+        self, entry: CatalogueEntry, place: Place, results: Sequence[Found], limits: Sequence[float], limit_bytes: float
     ) -> Iterator[Found]:
         """Yield results under lower and lower limits, until one keeps to bytes with each number of whole stages.
 
         Args:
-            first: those under a higher limit.
+            results: those under a higher limit.
         """
-        within = {result.resident for result in first if result.is_within(None, limit_bytes)}
+        within = {result.resident for result in results if result.is_within(None, limit_bytes)}
         for limit in reversed(limits):
-            if first and all(result.resident in within for result in first):
+            if results and all(result.resident in within for result in results):
                 return
             with suppress(ScheduleError):
-                first = self.results(entry, place, limit, None)
-                yield from (result for result in first if result.resident not in within)
-                within |= {result.resident for result in first if result.is_within(None, limit_bytes)}
+                results = self.results(entry, place, limit, None)
+                yield from (result for result in results if result.resident not in within)
+                within |= {result.resident for result in results if result.is_within(None, limit_bytes)}
 
     def bound(self, plan: Plan, costs: Costs, limit: float | None, limit_bytes: float | None) -> float:
         """Return a lower bound of the cost within limits, in microbatches of 1/ranks of the model and in bytes."""

@@ -73,11 +73,11 @@ def test_nothing_that_was_tried_is_better(model, limit):
 @thorough
 def test_what_is_found_is_ordered_with_all_of_the_effort():
     plan, costs = Plan(Placement.loop(4), 8), Costs(4, 6, 3, communication=0.5)
-    found = search(plan, costs, 2, chunks=(2,), names=["zb-auto"])
+    best = search(plan, costs, 2, chunks=(2,), names=["zb-auto"])
     quick, whole = (
-        simulate(zb_auto(found.plan, found.costs, 2, effort=effort), found.plan, found.costs) for effort in (0.1, 1)
+        simulate(zb_auto(best.plan, best.costs, 2, effort=effort), best.plan, best.costs) for effort in (0.1, 1)
     )
-    assert (found.timeline.cost, found.effort) == (whole.cost, 1)
+    assert (best.timeline.cost, best.effort) == (whole.cost, 1)
     assert whole.cost < quick.cost
 
 
