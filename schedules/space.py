@@ -139,17 +139,17 @@ class Space:
         Args:
             all_limits: at many of these; otherwise from the largest down, until one keeps to the limit in bytes.
         """
-        every = list(self.candidates(memory_limit))
+        placed = list(self._placed(memory_limit))
+        every = [result for *_, results in placed for result in results]
         below = [limit for limit in _limits(best_of(every).peak) if memory_limit is None or limit < memory_limit]
         if all_limits:
             for limit in below:
                 with suppress(ScheduleError):
                     every += self.candidates(limit, limited=[True])
         elif limit_bytes is not None:
-            for entry, place in self._where(limited=[True]):
-                own = self.cut(entry, place).plan
-                results = [each for each in every if each.name == entry.name and each.plan == own]
-                every += self._falling(entry, place, results, below, limit_bytes)
+            for entry, place, results in placed:
+                if entry.limited:
+                    every += self._falling(entry, place, results, below, limit_bytes)
         if limit_bytes is None:
             return every
         with suppress(ScheduleError):  # none takes this limit
@@ -191,23 +191,25 @@ class Space:
             limit_bytes: of those that order under a limit.
             limited: whether to try schedules that do not, and those that do.
         """
-        count, refused = 0, list[ScheduleError]()
-        for entry, place in self._where(limited):
-            try:
-                results = self.results(entry, place, limit, limit_bytes)
-            except ScheduleError as error:
-                refused.append(error)  # it does not take the plan, or the limit
-                continue
-            count += len(results)
+        for *_, results in self._placed(limit, limit_bytes, limited):
             yield from results
+
+    def _placed(
+        self, limit: float | None, limit_bytes: float | None = None, limited: Collection[bool] = (False, True)
+    ) -> Iterator[tuple[CatalogueEntry, Place, list[Found]]]:
+        """Yield the candidates by entry and place."""
+        count, refused = 0, list[ScheduleError]()
+        for entry in self.entries:
+            for place in self._places(entry) if entry.limited in limited else ():
+                try:
+                    results = self.results(entry, place, limit, limit_bytes)
+                except ScheduleError as error:
+                    refused.append(error)  # it does not take the plan, or the limit
+                    continue
+                count += len(results)
+                yield entry, place, results
         if not count and refused:
             raise refused[0]
-
-    def _where(self, limited: Collection[bool]) -> Iterator[tuple[CatalogueEntry, Place]]:
-        """Yield entries, of those that order under a limit or of others, with each place to try."""
-        for entry in self.entries:
-            if entry.limited in limited:
-                yield from ((entry, place) for place in self._places(entry))
 
     def results(
         self, entry: CatalogueEntry, place: Place, limit: float | None, limit_bytes: float | None

@@ -278,6 +278,19 @@ def test_stages_that_stay_are_placed_on_any_number_of_ranks(model):
     assert (again.name, again.plan, again.timeline.cost) == (found.name, found.plan, found.timeline.cost)
 
 
+@settings(max_examples=examples(10), deadline=None)
+@example((Plan(Placement.loop(2), 3), Costs(communication=0.5), None))
+@given(stages_that_stay())
+def test_what_stages_that_stay_need_in_bytes_is_enough_as_a_limit(model):
+    plan, costs, limit = model
+    costs = replace(costs, residuals=1, deferred=0.5)
+    found = search(plan, costs, limit, recut=False)
+    within = search(plan, costs, limit, recut=False, memory_limit_bytes=found.bytes)
+    assert within.is_within(limit, found.bytes)
+    assert within.timeline.cost <= found.timeline.cost * (1 + 1e-9)
+    assert within.lower_bound <= within.timeline.cost * (1 + 1e-12)
+
+
 @example([0.0, 0.0, 0.25, 0.0], [1, 1, 2])  # the second block ends before the long layer
 @given(st.lists(number, min_size=1, max_size=7), st.lists(st.sampled_from([1, 1, 2, 4]), min_size=1, max_size=7))
 def test_the_largest_block_is_as_small_as_any_cut_makes_it(times, copies):
