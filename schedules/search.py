@@ -234,6 +234,7 @@ def pareto(
     memory_limit_bytes: float | None = None,
     chunks: Sequence[int] = CHUNKS,
     copies: bool = True,
+    effort: float = 1.0,
     progress: Callable[[str], None] | None = None,
 ) -> list[Found]:
     """Return the Pareto front of cost and peak memory, smallest peak first.
@@ -242,10 +243,10 @@ def pareto(
     bound of each result is one in as much memory as it has itself.
 
     Args:
-        chunks, copies, progress: as of `search`.
+        chunks, copies, effort, progress: as of `search`.
     """
     check_limit(memory_limit_bytes, costs)
-    space = Space.of(plan, costs, None, chunks, progress=progress, copies=copies)
+    space = Space.of(plan, costs, None, chunks, progress=progress, copies=copies, effort=effort)
     every = space.quick.every(None, memory_limit_bytes, all_limits=True)
     by_bytes = has_parameters(costs) or memory_limit_bytes is not None
     if memory_limit_bytes is not None:

@@ -282,6 +282,7 @@ def compare(
     limit: Limit = None,
     limit_bytes: LimitBytes = None,
     resident: Resident = None,
+    effort: Effort = 1.0,
     as_json: Json = False,
 ) -> None:
     """Compare schedules on one model.
@@ -298,7 +299,7 @@ def compare(
             step(name)
             try:
                 memory = Memory(limit, limit_bytes, resident)
-                job = resolve(name, model.of_cut(chunks), partial(costs.recut, model), memory)
+                job = resolve(name, model.of_cut(chunks), partial(costs.recut, model), memory, effort)
                 simulated = played(job, limit_bytes=limit_bytes)
                 peaks = shares(simulated.timeline)
                 enforce_limit(peaks, limit)
@@ -387,8 +388,6 @@ def search(
         raise typer.BadParameter("one schedule is written: take --memory-limit, not --pareto", param_hint="--out")
     if frontier and of_layers.layouts:
         raise typer.BadParameter("the front is that of equal stages: leave one of the two out", param_hint="--pareto")
-    if frontier and effort != 1:
-        raise typer.BadParameter("the front takes the usual one: leave one of the two out", param_hint="--effort")
     parameters = on_command_line(context)
     if out and of_layers.copies and "copies" in parameters:
         raise typer.BadParameter("the file has no copies of stages: leave --copies out", param_hint="--out")
@@ -396,12 +395,12 @@ def search(
         of_layers = replace(of_layers, copies=False)
     plan, stage_costs = of_layers.model(size, costs, parameters)
     with progress("search") as step:
-        options: dict[str, Any] = {"chunks": loops, "progress": step}
+        options: dict[str, Any] = {"chunks": loops, "effort": effort, "progress": step}
         options |= {"memory_limit_bytes": limit_bytes} | of_layers.searched
         results = (
             pareto(plan, stage_costs, **options)
             if frontier
-            else [find(plan, stage_costs, limit, order=order, effort=effort, **options)]
+            else [find(plan, stage_costs, limit, order=order, **options)]
         )
     if frontier and limit is not None:
         enforce_limit([min(each.peak for each in results)], limit)

@@ -38,7 +38,7 @@ from fpipe.schedules import search
 from fpipe.schedules.catalogue import CATALOGUE, shares
 from fpipe.schedules.cuts import of_shares, recut
 from fpipe.schedules.slice_costs import of_slice
-from tests.support.combinations import few, one_in, thorough
+from tests.support.combinations import EFFORT, few, one_in, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(CATALOGUE)
@@ -47,6 +47,7 @@ VERBS = [
     *("timeline", "explain", "env"),
 ]
 SMALL = ("--ranks", "4", "--microbatches", "8")
+QUICK = ("--effort", f"{EFFORT:g}")
 
 OWN = """
 from fpipe.effects import Backward, Forward
@@ -490,12 +491,12 @@ def test_a_limit_in_bytes_orders_for_bytes():
 def test_lengths_and_their_order():
     model = ("--ranks", "3", "--microbatches", "5", "--lengths", "100,300,200,500,400")
     assert told("simulate", "1f1b", *model)["cost"] > told("simulate", "1f1b", *model[:4])["cost"]
-    search = ("search", *model, "--loops", "1", "--memory-limit", "3")
+    search = ("search", *model, "--loops", "1", "--memory-limit", "3", *QUICK)
     drawn, peak = told(*search), told(*search, "--order", "peak")
     assert (drawn["order"], peak["order"]) == ([0, 1, 2, 3, 4], [0, 1, 3, 4, 2])
     assert min(drawn["cost"], peak["cost"]) >= told(*search, "--order", "search")["cost"]
     assert "order of microbatches: 0 1 3 4 2" in run(*search, "--order", "peak").stdout
-    assert "order" not in told("search", *model[:4], "--loops", "1")
+    assert "order" not in told("search", *model[:4], "--loops", "1", *QUICK)
     assert "scale has 2 entries, the plan 5 microbatches" in said(
         run("search", *model[:4], "--lengths", "1,2", status=2)
     )
@@ -723,7 +724,7 @@ def test_costs_of_each_stage_are_taken_as_they_are():
 def test_compare_is_fair_to_cuts():
     """A microbatch takes 4 (2 + 3 + 1) through the model, wherever it is cut."""
     times = ("--forward", "2", "--backward-input", "3", "--backward-weight", "1", "--overlap", "6")
-    rows = told("compare", *SMALL, *times)["schedules"]
+    rows = told("compare", *SMALL, *times, *QUICK)["schedules"]
     assert len(rows) > 8
     for row in rows:
         busy = row["makespan"] - row["idle"][0]
@@ -731,7 +732,7 @@ def test_compare_is_fair_to_cuts():
 
 
 def test_compare_marks_the_best_in_80_columns():
-    shown = run("compare", *SMALL, "--communication", "0.1", COLUMNS="80").stdout
+    shown = run("compare", *SMALL, "--communication", "0.1", *QUICK, COLUMNS="80").stdout
     table = shown.split("Not here")[0]
     assert "*" in table
     assert max(map(len, table.splitlines())) <= 80
@@ -746,16 +747,16 @@ def test_compare_tries_what_searches_at_one_and_two_chunks():
 
 
 def test_compare_keeps_the_limit():
-    found = told("compare", *SMALL, "--memory-limit", "4")
+    found = told("compare", *SMALL, "--memory-limit", "4", *QUICK)
     assert "8 microbatches in flight, 4 more than the limit" in found["refused"]["gpipe"]
     assert max(row["peak"] for row in found["schedules"]) <= 4
 
 
 def test_the_json_of_search_is_that_of_simulate():
-    found = told("search", *SMALL, "--communication", "0.1")
+    found = told("search", *SMALL, "--communication", "0.1", *QUICK)
     assert list(found) == list(told("simulate", "1f1b", *SMALL))
     assert found["lower_bound"] <= found["cost"]
-    compared = told("compare", *SMALL, "--communication", "0.1")["schedules"]
+    compared = told("compare", *SMALL, "--communication", "0.1", *QUICK)["schedules"]
     assert found["cost"] <= min(row["cost"] for row in compared) * (1 + ROUNDING)
 
 
@@ -818,7 +819,7 @@ OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward
     ],
 )
 def test_the_command_that_a_search_of_layers_shows_gives_the_same_step(options):
-    job = (*OF_LAYERS, "--microbatches", "6", *options)
+    job = (*OF_LAYERS, "--microbatches", "6", *QUICK, *options)
     found = told(*job)
     (line,) = (line for line in run(*job).stdout.splitlines() if line.startswith("The same step: "))
     program, *words = shlex.split(line.removeprefix("The same step: "))
@@ -951,7 +952,7 @@ def test_layers_are_no_stages_of_a_rank():
 
 
 def test_search_tries_the_chunks_asked_for():
-    small = ("--ranks", "2", "--microbatches", "4")
+    small = ("--ranks", "2", "--microbatches", "4", *QUICK)
     assert told("search", *small, "--loops", "1", "--memory-limit", "2")["chunks"] <= 2
     assert "more than 0" in run("search", *small, "--memory-limit", "0", status=1).stderr
     assert "the least is 1" in said(run("search", *small, "--memory-limit", "0.5", status=1))
@@ -972,7 +973,7 @@ def test_what_was_found_runs_like_any_other(tmp_path):
 
 
 def test_the_frontier_trades_time_for_memory():
-    front = ("search", "--ranks", "2", "--microbatches", "4", "--pareto", "--loops", "1,2")
+    front = ("search", "--ranks", "2", "--microbatches", "4", "--pareto", "--loops", "1,2", *QUICK)
     assert "bound: no schedule in as much memory costs less" in run(*front).stdout
     rows = told(*front)
     assert len(rows) > 1

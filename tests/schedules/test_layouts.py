@@ -37,7 +37,7 @@ from fpipe.schedules.grouping import Grouping
 from fpipe.schedules.partitions import Partition, balanced, even, levelled
 from fpipe.schedules.space import limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
-from tests.support.combinations import examples, few, one_in, thorough
+from tests.support.combinations import EFFORT, examples, few, one_in, thorough
 from tests.support.copies import of_one_stage
 
 UNEVEN = Costs(
@@ -351,8 +351,8 @@ def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, sh
 
 
 def test_all_schedules_are_tried_and_the_result_is_always_the_same():
-    found = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
-    again = search(of_layers(7, 2, 4), UNEVEN, layouts=True)
+    found = search(of_layers(7, 2, 4), UNEVEN, layouts=True, effort=EFFORT)
+    again = search(of_layers(7, 2, 4), UNEVEN, layouts=True, effort=EFFORT)
     assert (found.name, found.layers, found.plan, found.timeline.cost) == (
         again.name,
         again.layers,

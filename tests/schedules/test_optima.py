@@ -21,7 +21,7 @@ from fpipe.schedules.squeezing import Squeezing
 from fpipe.schedules.table import from_table
 from fpipe.schedules.v_blocks import passes
 from fpipe.schedules.work import Room, Work, table
-from tests.support.combinations import examples, few, one_in, sample, thorough
+from tests.support.combinations import EFFORT, examples, few, one_in, sample, thorough
 from tests.support.instances import CHAINS, UNPROVED
 from tests.support.processor import seconds_of
 
@@ -173,7 +173,7 @@ def test_a_limit_in_bytes_holds(problem, room, limit):
     for engine in (zb_auto, v_auto) if plan.placement == Placement.v(plan.ranks) else (zb_auto,):
         schedule = None
         with suppress(ScheduleError):
-            schedule = engine(plan, costs, limit, memory_limit_bytes=most)
+            schedule = engine(plan, costs, limit, memory_limit_bytes=most, effort=EFFORT)
         if schedule is None:
             assert costs.activation or costs.deferred > costs.residuals
             continue
@@ -189,7 +189,7 @@ def test_a_limit_in_bytes_holds(problem, room, limit):
 def test_the_bytes_of_one_microbatch_in_flight_are_kept(problem):
     plan, costs = problem
     for engine in (zb_auto, v_auto) if plan.placement == Placement.v(plan.ranks) else (zb_auto,):
-        least = max(each.total for each in footprint(lower(engine(plan, costs, 1), plan), costs))
+        least = max(each.total for each in footprint(lower(engine(plan, costs, 1, effort=EFFORT), plan), costs))
         if least:
             schedule = engine(plan, costs, memory_limit_bytes=least)
             assert max(each.total for each in footprint(lower(schedule, plan), costs)) <= least * (1 + 1e-9)

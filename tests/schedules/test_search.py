@@ -18,7 +18,7 @@ from fpipe.schedules.partitions import blocks
 from fpipe.schedules.space import CHUNKS, limits_of_ranks
 from fpipe.timelines.simulator import simulate_programs
 from tests.support import cases, jobs
-from tests.support.combinations import PAIRS, examples, few, sample, thorough
+from tests.support.combinations import EFFORT, PAIRS, examples, few, sample, thorough
 
 number = st.integers(0, 8).map(lambda n: n / 4)
 
@@ -39,7 +39,7 @@ def admitted(plan, costs, limit=None, chunks=(1, 2, 3)):
             try:
                 cut = entry.plan(plan.ranks, plan.microbatches, v)
                 own = recut(costs, plan.stages, cut.stages)
-                yield entry.name, cut, own, simulate(entry.schedule(cut, own, limit), cut, own)
+                yield entry.name, cut, own, simulate(entry.schedule(cut, own, limit, effort=EFFORT), cut, own)
             except ScheduleError:
                 continue
 
@@ -232,7 +232,7 @@ def test_pareto_trades_time_for_memory():
 @pytest.mark.parametrize("costs", [Costs(), Costs(residuals=2, deferred=1, parameters=5, backward=1.75)])
 def test_each_bound_of_the_front_is_one_in_its_own_memory(costs):
     """No result with as little memory costs less; where another needs more, it may."""
-    front = pareto(Plan(Placement.loop(3), 6), costs, chunks=(1, 2))
+    front = pareto(Plan(Placement.loop(3), 6), costs, chunks=(1, 2), effort=EFFORT)
     assert len(front) >= 3
     for n, result in enumerate(front):
         assert all(result.lower_bound <= each.timeline.cost * (1 + 1e-9) for each in front[: n + 1])
@@ -324,7 +324,7 @@ def sharded(memory_limit_bytes, **costs):
     """Costs of one model of two ranks, each with one stage; four replicas."""
     plan = Plan(Placement.loop(2), 4, replicas=4)
     costs = Costs(2, 2, 2, residuals=40, parameters=100, gather=Link(0, 150), scatter=Link(0, 150), **costs)
-    return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2)), plan, costs
+    return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2), effort=EFFORT), plan, costs
 
 
 @thorough
@@ -364,7 +364,7 @@ def test_a_limit_in_bytes_that_nothing_keeps_to():
     with pytest.raises(ScheduleError, match=r"keeps to 10 B on a rank: the least is \d+ B, of .* whole at a time"):
         sharded(10)
     with pytest.raises(ScheduleError, match="no schedule that is known keeps to 10 B on a rank: the least is"):
-        pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10)
+        pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10, effort=EFFORT)
 
 
 def test_one_replica_is_not_sharded():
@@ -396,7 +396,7 @@ def test_stages_with_copies_can_not_stay():
         ScheduleError, match=r"stages of Placement.* have copies: leave recut=False out, or order the plan"
     ):
         search(plan, recut=False)
-    assert search(plan).timeline.cost > 0
+    assert search(plan, effort=EFFORT).timeline.cost > 0
 
 
 def test_a_front_without_copies():

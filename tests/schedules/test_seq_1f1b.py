@@ -9,7 +9,7 @@ from fpipe.costs import Shared
 from fpipe.effects import Activation, Carry, Residuals
 from fpipe.schedules import gpipe, lower_bound, one_f_one_b, seq_1f1b, seq_zb
 from fpipe.schedules.slice_costs import of_slice
-from tests.support.combinations import combined, sample
+from tests.support.combinations import EFFORT, combined, sample
 
 RANKS, SLICES = sample([2, 3, 4, 8], [2, 4]), sample([1, 2, 3, 4], [1, 2, 4])
 TIMES = [(1, 1, 1), (2, 3, 1), (4, 4, 2)]  # F, B, W of a whole microbatch, W <= F
@@ -144,9 +144,12 @@ def test_a_bound_holds_where_one_stage_alone_has_factors():
 
 
 def test_a_search_takes_schedules_with_slices_where_the_plan_has_them():
-    names = {found.name for found in schedules.pareto(Plan(Placement.loop(2), 4, slices=2), Costs())}
-    assert names <= {"gpipe", "seq-1f1b", "seq-zb"}
-    assert not {"seq-1f1b", "seq-zb"} & {found.name for found in schedules.pareto(Plan(Placement.loop(2), 4), Costs())}
+    sliced, whole = (
+        {found.name for found in schedules.pareto(Plan(Placement.loop(2), 4, slices=count), Costs(), effort=EFFORT)}
+        for count in (2, 1)
+    )
+    assert sliced <= {"gpipe", "seq-1f1b", "seq-zb"}
+    assert not {"seq-1f1b", "seq-zb"} & whole
 
 
 def test_refusals():

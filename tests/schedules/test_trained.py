@@ -11,7 +11,7 @@ from fpipe.programs.verifier import check
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.schedules.cuts import existing, recut_for, recut_trained
-from tests.support.combinations import examples, few, thorough
+from tests.support.combinations import EFFORT, examples, few, thorough
 
 SUBSETS = st.sets(st.integers(0, 5))
 TIMES = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=6, max_size=6)
@@ -42,7 +42,7 @@ def test_an_order_for_costs_verifies_and_keeps_to_its_limit(placement, skips, tr
 )
 def test_orders_on_a_v_verify_and_keep_to_their_limit(name, trained, times):
     plan, costs, limit = Plan(Placement.v(3), 5, trained=trained), Costs(*times), 2.5
-    schedule = CATALOGUE[name].schedule(plan, costs, limit)
+    schedule = CATALOGUE[name].schedule(plan, costs, limit, effort=EFFORT)
     check(lower(schedule, plan))
     most = {"zb-v": 3, "v-half": 2.5, "v-min": 2.5, "v-auto": limit}[name]
     assert max(simulate(schedule, plan, costs).peak_in_flight) <= most

@@ -17,7 +17,7 @@ from fpipe.schedules.work import Work, table
 from fpipe.schedules.zb_auto import zb_auto
 from fpipe.schedules.zero_bubble import zb_h1, zb_h2
 from fpipe.timelines.simulator import simulate_programs
-from tests.support.combinations import examples, one_in, sample
+from tests.support.combinations import EFFORT, examples, one_in, sample
 
 lowered = cache(lower)
 
@@ -190,7 +190,7 @@ def test_never_worse_than_by_hand(problem):
 )
 def test_the_limit_holds_and_the_program_verifies(problem):
     plan, costs, limit = problem
-    peaks = verify(zb_auto(plan, costs, limit), plan).peak_in_flight
+    peaks = verify(zb_auto(plan, costs, limit, effort=EFFORT), plan).peak_in_flight
     limits = limit if isinstance(limit, list) else [plan.microbatches if limit is None else limit] * plan.ranks
     assert all(peak <= most + 1e-9 for peak, most in zip(peaks, limits, strict=True))
 

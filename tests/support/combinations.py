@@ -17,6 +17,8 @@ import pytest
 LEVELS = ("", "pairs", "all")
 LEVEL = LEVELS.index(os.environ.get("FPIPE_TESTS", ""))
 PAIRS, ALL = LEVEL > 0, LEVEL > 1
+EFFORT = 1.0 if PAIRS else 0.1
+"""Of searches in tests of what holds for any result, however good."""
 
 
 def combined(
