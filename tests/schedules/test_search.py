@@ -242,6 +242,21 @@ def test_each_bound_of_the_front_is_one_in_its_own_memory(costs):
     assert costs.parameters or bounds[0] > front[-1].timeline.cost
 
 
+@pytest.mark.parametrize("limit_bytes", [None, 6])
+def test_each_result_of_the_front_is_made_again_by_its_limits_and_effort(limit_bytes):
+    costs = Costs(2, 3, 1, communication=0.5, residuals=2, deferred=1)
+    front = pareto(Plan(Placement.loop(2), 4), costs, memory_limit_bytes=limit_bytes, chunks=(1, 2), effort=0.2)
+    ordered = [result for result in front if CATALOGUE[result.name].limited]
+    assert max(result.effort for result in ordered) == 0.2
+    for result in ordered:
+        limits = limits_of_ranks(result.plan, result.limit)
+        schedule = CATALOGUE[result.name].schedule(
+            result.plan, result.costs, limits, memory_limit_bytes=result.limit_bytes, effort=result.effort
+        )
+        again = simulate(schedule, result.plan, result.costs)
+        assert (again.cost, again.peak_in_flight) == (result.timeline.cost, result.timeline.peak_in_flight)
+
+
 def test_with_skips_only_schedules_for_as_many_stages_are_tried():
     plan = Plan(Placement.loop(2, 2), 4, Edges([(), (0,), (0, 1), (0, 2)]))
     found = search(plan, Costs(communication=0.5))
