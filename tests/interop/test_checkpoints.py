@@ -261,9 +261,12 @@ def acknowledged(reading):
 
 
 def kill_at_random(folder, kills):
-    """Kill a process that saves, again and again: how often a save was under way, or what went wrong."""
+    """Kill a process that saves, again and again: how often a save was under way, or what went wrong.
+
+    Every second time it is as soon as a save is seen, else at any moment.
+    """
     torch.set_num_threads(1)
-    rng, amid, whole = random.Random(0), 0, 0
+    rng, amid = random.Random(0), 0
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)
     with open(ours, "rb", buffering=0) as reading:
@@ -271,9 +274,9 @@ def kill_at_random(folder, kills):
         keep_saving(folder, theirs, steps=10)
         took = (time.perf_counter() - start) / 10
         whole = acknowledged(reading)[-1]
-        for _ in range(kills):
+        for kill in range(kills):
             pid = forked(lambda: keep_saving(folder, theirs))
-            time.sleep(rng.uniform(0, 3) * took)
+            wait(folder, kill, rng.uniform(0, 3) * took)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             whole = max([whole, *acknowledged(reading)])
@@ -295,6 +298,14 @@ def seen(condition, seconds=30):
         assert time.monotonic() < until
 
 
+def wait(folder, kill, seconds):
+    """Wait for a save, before every second kill; else for some time."""
+    if kill % 2:
+        seen(lambda: any(Path(folder).glob(".unfinished-*")))
+    else:
+        time.sleep(seconds)
+
+
 def kill_ranks_at_random(folder, kills, replicas):
     """Kill two processes that save together, again and again: how often a save was under way, or what went wrong.
 
@@ -311,10 +322,7 @@ def kill_ranks_at_random(folder, kills, replicas):
             Path(f"{folder}.store").unlink(missing_ok=True)
             pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs, replicas)) for rank in (0, 1)]
             select.select([ours], [], [], 30)
-            if kill % 2:
-                seen(lambda: any(Path(folder).glob(".unfinished-*")))
-            else:
-                time.sleep(rng.uniform(0, 0.1))
+            wait(folder, kill, rng.uniform(0, 0.1))
             for pid in rng.sample(pids, 2):
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(rng.choice([0, 0.01]))  # the second has noticed, or not

@@ -146,7 +146,9 @@ class Tab:
         self.until(SETTLED, [run, step])
 
     def released(self):
-        """Let go of the range, the selection and the zoom."""
+        """Let go of the range, the selection and the zoom, with the mouse off the timeline."""
+        self.page.mouse.move(0, 0)  # where it is, a line is drawn
+        self.until("() => !window.fpipe.app.sheet.pointer.place")
         self.js(
             "keys => { for (const key of keys) document.querySelector('#canvas')"
             ".dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true })) }",
