@@ -191,7 +191,7 @@ def test_the_bytes_of_one_microbatch_in_flight_are_kept(problem):
     for engine in (zb_auto, v_auto) if plan.placement == Placement.v(plan.ranks) else (zb_auto,):
         least = max(each.total for each in footprint(lower(engine(plan, costs, 1, effort=EFFORT), plan), costs))
         if least:
-            schedule = engine(plan, costs, memory_limit_bytes=least)
+            schedule = engine(plan, costs, memory_limit_bytes=least, effort=EFFORT)
             assert max(each.total for each in footprint(lower(schedule, plan), costs)) <= least * (1 + 1e-9)
 
 

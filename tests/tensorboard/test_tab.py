@@ -664,6 +664,10 @@ def test_the_keyboard_zooms_moves_and_selects(tab):
     tab.press(".")
     assert tab.text("#details") != first
     assert tab.js("document.querySelector('#live').textContent") != said
+    tab.press("w")
+    tab.press(",")
+    time.sleep(0.6)  # longer than a view rests until it is told
+    assert tab.js("document.querySelector('#live').textContent") == said
     assert tab.js("document.querySelector('#canvas').getAttribute('role')") == "application"
 
 

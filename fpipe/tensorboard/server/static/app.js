@@ -88,6 +88,7 @@ export class App {
   }
 
   say(text) {
+    this.announce.cancel(); // of a view before it
     this.shell.live.textContent = shortened(text, 400);
   }
 

@@ -94,13 +94,15 @@ export function held(target, { pointerId }, move, end = () => {}) {
   for (const type of ["pointerup", "pointercancel"]) target.addEventListener(type, over, { signal });
 }
 
-/** Runs the last of several calls after `wait` milliseconds without another one. */
+/** Runs the last of several calls after `wait` milliseconds without another one, unless it is cancelled. */
 export function settled(call, wait) {
   let timer = 0;
-  return (...given) => {
-    clearTimeout(timer);
+  const later = (...given) => {
+    later.cancel();
     timer = setTimeout(() => call(...given), wait);
   };
+  later.cancel = () => clearTimeout(timer);
+  return later;
 }
 
 /** Downloads a file. */
