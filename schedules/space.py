@@ -139,15 +139,15 @@ class Space:
         Args:
             all_limits: at many of these; otherwise from the largest down, until one keeps to the limit in bytes.
         """
-        placed = list(self._placed(memory_limit))
-        every = [result for *_, results in placed for result in results]
+        by_place = list(self._by_place(memory_limit))
+        every = [result for *_, results in by_place for result in results]
         below = [limit for limit in _limits(best_of(every).peak) if memory_limit is None or limit < memory_limit]
         if all_limits:
             for limit in below:
                 with suppress(ScheduleError):
                     every += self.candidates(limit, limited=[True])
         elif limit_bytes is not None:
-            for entry, place, results in placed:
+            for entry, place, results in by_place:
                 if entry.limited:
                     every += self._falling(entry, place, results, below, limit_bytes)
         if limit_bytes is None:
@@ -191,13 +191,13 @@ class Space:
             limit_bytes: of those that order under a limit.
             limited: whether to try schedules that do not, and those that do.
         """
-        for *_, results in self._placed(limit, limit_bytes, limited):
+        for *_, results in self._by_place(limit, limit_bytes, limited):
             yield from results
 
-    def _placed(
+    def _by_place(
         self, limit: float | None, limit_bytes: float | None = None, limited: Collection[bool] = (False, True)
     ) -> Iterator[tuple[CatalogueEntry, Place, list[Found]]]:
-        """Yield the candidates by entry and place."""
+        """Yield the candidates by entry and place; as `candidates`, raise the first error if there are none."""
         count, refused = 0, list[ScheduleError]()
         for entry in self.entries:
             for place in self._places(entry) if entry.limited in limited else ():

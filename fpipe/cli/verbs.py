@@ -45,6 +45,7 @@ from fpipe.programs.lowering import lower
 from fpipe.programs.program import Programs
 from fpipe.programs.residuals import moves
 from fpipe.programs.verifier import check
+from fpipe.schedules.annealing import check_effort
 from fpipe.schedules.bounds import lower_bound
 from fpipe.schedules.catalogue import CATALOGUE, CatalogueEntry, shares
 from fpipe.schedules.cuts import splits_vocabulary, stage_shares
@@ -291,6 +292,7 @@ def compare(
     --chunks of them; with v stages on a rank, each takes chunks/v of that.
     Peaks and the limit count microbatches of a rank's share of the model.
     """
+    check_effort(effort)
     entrants: list[tuple[str, Played, float]] = []
     refused: dict[str, str] = {}
     candidates = [(name, chunks) for name in names or CATALOGUE for chunks in _tried(name, loops)]

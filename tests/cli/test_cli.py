@@ -746,6 +746,11 @@ def test_compare_tries_what_searches_at_one_and_two_chunks():
     assert told("schedules")["zb-auto"]["placement"] == "any"
 
 
+@pytest.mark.parametrize("verb", [("search",), ("search", "--pareto"), ("compare",)])
+def test_an_effort_is_a_number_of_times(verb):
+    assert "more than 0, not 0" in said(run(*verb, *SMALL, "--effort", "0", status=1))
+
+
 def test_compare_keeps_the_limit():
     found = told("compare", *SMALL, "--memory-limit", "4", *QUICK)
     assert "8 microbatches in flight, 4 more than the limit" in found["refused"]["gpipe"]

@@ -276,7 +276,7 @@ def kill_at_random(folder, kills):
         whole = acknowledged(reading)[-1]
         for kill in range(kills):
             pid = forked(lambda: keep_saving(folder, theirs))
-            wait(folder, kill, rng.uniform(0, 3) * took)
+            wait_to_kill(folder, kill, rng.uniform(0, 3) * took)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             whole = max([whole, *acknowledged(reading)])
@@ -298,7 +298,7 @@ def seen(condition, seconds=30):
         assert time.monotonic() < until
 
 
-def wait(folder, kill, seconds):
+def wait_to_kill(folder, kill, seconds):
     """Wait for a save, before every second kill; else for some time."""
     if kill % 2:
         seen(lambda: any(Path(folder).glob(".unfinished-*")))
@@ -322,7 +322,7 @@ def kill_ranks_at_random(folder, kills, replicas):
             Path(f"{folder}.store").unlink(missing_ok=True)
             pids = [forked(lambda rank=rank: save_as_rank(rank, folder, theirs, replicas)) for rank in (0, 1)]
             select.select([ours], [], [], 30)
-            wait(folder, kill, rng.uniform(0, 0.1))
+            wait_to_kill(folder, kill, rng.uniform(0, 0.1))
             for pid in rng.sample(pids, 2):
                 os.kill(pid, signal.SIGKILL)
                 time.sleep(rng.choice([0, 0.01]))  # the second has noticed, or not
@@ -388,7 +388,7 @@ def test_kills_at_random_moments_leave_the_last_or_the_next_whole(tmp_path):
     kills = (12, 25, 200)[LEVEL]
     amid = elsewhere(kill_at_random, str(tmp_path / "saved"), kills)
     assert isinstance(amid, int), amid
-    assert amid > kills // 8  # so many were killed within a save
+    assert amid > kills // 4  # so many were killed within a save
 
 
 @thorough
