@@ -351,18 +351,18 @@ def test_a_layout_is_never_worse_than_named_schedules_on_balanced_cuts(model, sh
 
 
 def test_all_schedules_are_tried_and_the_result_is_always_the_same():
-    found = search(of_layers(7, 2, 4), UNEVEN, layouts=True, effort=EFFORT)
+    fastest = search(of_layers(7, 2, 4), UNEVEN, layouts=True, effort=EFFORT)
     again = search(of_layers(7, 2, 4), UNEVEN, layouts=True, effort=EFFORT)
-    assert (found.name, found.layers, found.plan, found.timeline.cost) == (
+    assert (fastest.name, fastest.layers, fastest.plan, fastest.timeline.cost) == (
         again.name,
         again.layers,
         again.plan,
         again.timeline.cost,
     )
-    assert found.timeline.cost <= min(
+    assert fastest.timeline.cost <= min(
         search(of_layers(7, 2, 4), UNEVEN, layouts=True, names=[name]).timeline.cost for name in ("1f1b", "zb-h2")
     )
-    assert "layers" in repr(found)
+    assert "layers" in repr(fastest)
 
 
 def test_residuals_are_moved_where_that_is_faster_than_what_fits():

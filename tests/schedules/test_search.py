@@ -300,15 +300,15 @@ def test_stages_that_stay_keep_to_both_limits(model):
     plan, costs, limit = model
     costs = replace(costs, residuals=1, deferred=0.5)
     most = search(plan, costs, limit, recut=False).bytes
-    found = search(plan, costs, limit, recut=False, memory_limit_bytes=most)
-    assert found.is_within(limit, most)
-    assert found.lower_bound <= found.timeline.cost * (1 + 1e-12)
+    fastest = search(plan, costs, limit, recut=False, memory_limit_bytes=most)
+    assert fastest.is_within(limit, most)
+    assert fastest.lower_bound <= fastest.timeline.cost * (1 + 1e-12)
 
 
 def test_what_stages_that_stay_need_in_bytes_is_enough_as_a_limit():
     plan, costs = Plan(Placement.loop(2), 3), Costs(communication=0.5, residuals=1, deferred=0.5)
-    found = search(plan, costs, recut=False)
-    assert search(plan, costs, recut=False, memory_limit_bytes=found.bytes).timeline.cost == found.timeline.cost
+    fastest = search(plan, costs, recut=False)
+    assert search(plan, costs, recut=False, memory_limit_bytes=fastest.bytes).timeline.cost == fastest.timeline.cost
 
 
 @example([0.0, 0.0, 0.25, 0.0], [1, 1, 2])  # the second block ends before the long layer

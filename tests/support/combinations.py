@@ -18,7 +18,7 @@ LEVELS = ("", "pairs", "all")
 LEVEL = LEVELS.index(os.environ.get("FPIPE_TESTS", ""))
 PAIRS, ALL = LEVEL > 0, LEVEL > 1
 EFFORT = 1.0 if PAIRS else 0.1
-"""Of searches in tests that hold at any effort. Those of bounds are sharper with all of it."""
+"""The effort with which `zb_auto`, `v_auto` and `search` run in tests whose assertions hold at any effort."""
 
 
 def combined(
