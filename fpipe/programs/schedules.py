@@ -46,15 +46,21 @@ def as_schedule(schedule: Any) -> Schedule:
     return result
 
 
-def named_schedules(plan: Plan, costs: Costs, memory_limit: float | None) -> Iterator[tuple[str, Schedule]]:
+def named_schedules(
+    plan: Plan, costs: Costs, memory_limit: float | None, *, searched: bool = True
+) -> Iterator[tuple[str, Schedule]]:
     """Yield the named schedules, those that order by costs or under a limit (in microbatches) for these.
 
     Whether one fits the plan shows when it is lowered. For a large plan, orders are not searched.
+
+    Args:
+        searched: whether to search orders for a small one; these have the halves of backwards.
     """
     from fpipe.schedules.catalogue import CATALOGUE  # late, as above
 
+    searched = searched and plan.stages * plan.microbatches <= _MOST_SEARCHED
     for name, entry in CATALOGUE.items():
-        if entry.limited and plan.stages * plan.microbatches > _MOST_SEARCHED:
+        if entry.limited and not searched:
             continue
         try:
             yield name, entry.schedule(plan, costs, memory_limit)
