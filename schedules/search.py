@@ -93,11 +93,11 @@ def search(
             fits the limit; the message gives the least that would.
 
     >>> from fpipe import Placement
-    >>> result = search(Plan(Placement.loop(4), 8), memory_limit=4)
+    >>> result = search(Plan(Placement.loop(4), 8), memory_limit=4, chunks=(1, 2))
     >>> result.name, result.plan.placement, result.timeline.cost, result.lower_bound
     ('zb-v', Placement((0, 1, 2, 3, 3, 2, 1, 0)), 24.0, 24.0)
     >>> costs = Costs(parameters=100, residuals=10, gather=0.25, scatter=0.5)
-    >>> result = search(Plan(Placement.loop(2), 8, replicas=4), costs, memory_limit_bytes=270, chunks=(1, 2))
+    >>> result = search(Plan(Placement.loop(2), 4, replicas=4), costs, memory_limit_bytes=270, chunks=(1, 2))
     >>> result.name, result.resident, result.bytes
     ('zb-auto', 2, 245.0)
     >>> result = search(Plan(Placement([0, 0, 1, 2]), 8), memory_limit=3, recut=False)  # four stages on three ranks

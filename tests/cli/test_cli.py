@@ -803,8 +803,8 @@ OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward
         (),
         ("--communication", "0.5:100", "--activation", "3"),
         ("--communication", "0-1=0.25,1-0=0.5", "--lengths", "1,2,1,1,2,1"),
-        ("--residuals", "2", "--parameters", "4,1,1,1,1,4", "--optimizer", "0", "--memory-limit-bytes", "30"),
         ("--residuals", "2", "--optimizer", "0", "--memory-limit-bytes", "10.5", "--offload", "0.1", "--fetch", "0.1"),
+        ("--residuals", "2", "--parameters", "4,1,1,1,1,4", "--optimizer", "0", "--memory-limit-bytes", "30"),
         (
             "--residuals",
             "2",
@@ -894,7 +894,7 @@ def test_the_fault_of_a_file_of_costs_is_named(tmp_path, content, message):
 def test_the_hosts_time_of_a_piece_is_one_beside_layers():
     found = said(run("search", *SMALL, "--host", "0.1", status=2))
     assert "it is beside the time of layers: give it with --layouts" in found
-    one, other = (told(*OF_LAYERS, "--microbatches", "6", "--host", host) for host in ("0", "0.5"))
+    one, other = (told(*OF_LAYERS, "--microbatches", "6", *QUICK, "--host", host) for host in ("0", "0.5"))
     assert one["cost"] < other["cost"]
 
 
@@ -929,6 +929,7 @@ def test_a_search_of_equal_stages_without_copies():
         "3",
         "--loops",
         "1",
+        *QUICK,
     )
     assert [told(*options, *no)["schedule"] == "dualpipe" for no in ((), ("--no-copies",))] == [True, False]
     with_copies, without = (told(*options, "--pareto", *no) for no in ((), ("--no-copies",)))
@@ -1157,7 +1158,7 @@ def test_the_limit_of_sizes_is_lifted(monkeypatch):
     run(*listed, status=2)
     assert told(*listed, "--any-size")["ranks"] == 2
     assert told("compare", "gpipe", *SMALL, "--any-size")["schedules"][0]["ranks"] == 4
-    search = (*OF_LAYERS, "--microbatches", "6", "--any-size")
+    search = (*OF_LAYERS, "--microbatches", "6", *QUICK, "--any-size")
     (line,) = (line for line in run(*search).stdout.splitlines() if line.startswith("The same step: "))
     assert told(*shlex.split(line)[4:])["cost"] == told(*search)["cost"]
 
@@ -1285,13 +1286,13 @@ def test_every_verb_keeps_to_a_limit_in_bytes(verb):
 
 
 def test_search_says_how_to_lay_out_a_model():
-    links = ("--loops", "2", "--gather", "0:100e9", "--scatter", "0:100e9")
+    links = ("--loops", "2", "--gather", "0:100e9", "--scatter", "0:100e9", *QUICK)
     found = told("search", *SHARDED, *links, "--memory-limit-bytes", "32GiB")
     assert found["resident"] >= 1
     assert max(rank["total"] for rank in found["memory"]) <= 32 * 2**30
-    shown = run("search", *SHARDED, "--loops", "1", "--memory-limit-bytes", "32GiB").stdout
+    shown = run("search", *SHARDED, "--loops", "1", "--memory-limit-bytes", "32GiB", *QUICK).stdout
     assert "resident: stages whose sharded parameters are whole on a rank at a time" in shown
-    front = told("search", *SHARDED, "--pareto", "--loops", "1")
+    front = told("search", *SHARDED, "--pareto", "--loops", "1", *QUICK)
     totals = [max(rank["total"] for rank in each["memory"]) for each in front]
     assert totals == sorted(totals)
 

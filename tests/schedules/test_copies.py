@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fpipe import Costs, Edges, Link, Placement, Plan, draw, footprint, lower, simulate, verify
 from fpipe.costs import ROUNDING
 from fpipe.schedules import lower_bound, one_f_one_b, zb_auto
-from tests.support.combinations import examples
+from tests.support.combinations import EFFORT, examples
 from tests.support.copies import copied
 
 copies = st.lists(st.sampled_from([1, 1, 2, 3, 4]), min_size=1, max_size=5)
@@ -93,7 +93,7 @@ def problems(draw):
 @given(problems())
 def test_zb_auto_takes_copies_and_keeps_to_limits(problem):
     plan, costs, limits = problem
-    schedule = zb_auto(plan, costs, limits)
+    schedule = zb_auto(plan, costs, limits, effort=EFFORT)
     peaks, cost = verify(schedule, plan).peak_in_flight, simulate(schedule, plan, costs).cost
     assert limits is None or all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
     assert cost >= lower_bound(plan, costs, limits) * (1 - ROUNDING)
@@ -113,9 +113,9 @@ def test_zb_auto_takes_copies_and_keeps_to_bytes(problem, parameters, part):
     """From what an order with one microbatch in flight has, every limit is kept, up to that of the fastest order."""
     plan, costs, _ = problem
     costs = replace(costs, parameters=[parameters * (1 + stage % 2) for stage in range(plan.stages)])
-    least, most = (most_bytes(zb_auto(plan, costs, limit), plan, costs) for limit in (1, None))
+    least, most = (most_bytes(zb_auto(plan, costs, limit, effort=EFFORT), plan, costs) for limit in (1, None))
     limit = least + part * max(0, most - least)
-    schedule = zb_auto(plan, costs, memory_limit_bytes=limit)
+    schedule = zb_auto(plan, costs, memory_limit_bytes=limit, effort=EFFORT)
     assert most_bytes(schedule, plan, costs) <= limit * (1 + ROUNDING)
     bound = lower_bound(plan, costs, memory_limit_bytes=limit)
     assert simulate(schedule, plan, costs).cost >= bound * (1 - ROUNDING)

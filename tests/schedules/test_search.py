@@ -96,7 +96,7 @@ def uneven(draw):
 def test_a_limit_of_shares_of_the_model_bounds_ranks_by_their_stages(model, limit):
     plan, costs = model
     limits = limits_of_ranks(plan, limit)
-    timeline = simulate(zb_auto(plan, costs, limits), plan, costs)
+    timeline = simulate(zb_auto(plan, costs, limits, effort=EFFORT), plan, costs)
     assert lower_bound(plan, costs, limits) <= timeline.cost * (1 + 1e-9)
 
 
@@ -245,9 +245,9 @@ def test_each_bound_of_the_front_is_one_in_its_own_memory(costs):
 @pytest.mark.parametrize("limit_bytes", [None, 5])
 def test_each_result_of_the_front_is_made_again_by_its_limits(limit_bytes):
     costs = Costs(2, 3, 1, communication=0.5, residuals=2, deferred=0.5)
-    front = pareto(Plan(Placement.loop(2), 4), costs, memory_limit_bytes=limit_bytes, chunks=(1, 2), effort=0.2)
+    front = pareto(Plan(Placement.loop(2), 4), costs, memory_limit_bytes=limit_bytes, chunks=(1, 2), effort=0.05)
     ordered = [result for result in front if CATALOGUE[result.name].limited]
-    assert max(result.effort for result in ordered) == 0.2
+    assert max(result.effort for result in ordered) == 0.05
     assert {result.limit_bytes for result in ordered} == {None, limit_bytes}
     for result in ordered:
         limits = limits_of_ranks(result.plan, result.limit)
@@ -384,7 +384,7 @@ def test_a_limit_in_bytes_that_nothing_keeps_to():
     with pytest.raises(ScheduleError, match=r"keeps to 10 B on a rank: the least is \d+ B, of .* whole at a time"):
         sharded(10)
     with pytest.raises(ScheduleError, match="no schedule that is known keeps to 10 B on a rank: the least is"):
-        pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10, effort=EFFORT)
+        pareto(Plan(Placement.loop(2), 4), Costs(parameters=100), memory_limit_bytes=10, chunks=(1,), effort=EFFORT)
 
 
 def test_one_replica_is_not_sharded():
@@ -416,12 +416,15 @@ def test_stages_with_copies_can_not_stay():
         ScheduleError, match=r"stages of Placement.* have copies: leave recut=False out, or order the plan"
     ):
         search(plan, recut=False)
-    assert search(plan, effort=EFFORT).timeline.cost > 0
+    assert search(plan, chunks=(1,), effort=EFFORT).timeline.cost > 0
 
 
 def test_a_front_without_copies():
     plan, costs = Plan(Placement.loop(2), 4), Costs(1, 2, 1, overlap=3)
-    names = [{each.name for each in pareto(plan, costs, chunks=(1,), copies=copies)} for copies in (True, False)]
+    names = [
+        {each.name for each in pareto(plan, costs, chunks=(1,), copies=copies, effort=EFFORT)}
+        for copies in (True, False)
+    ]
     assert "dualpipe" in names[0] - names[1]
 
 

@@ -29,7 +29,7 @@ def test_an_order_for_costs_verifies_and_keeps_to_its_limit(placement, skips, tr
     edges = Edges([(), (), (0,), (0, 1), (2, 3), (4,)]) if skips else Edges(())
     plan = Plan(placement, 5, edges, trained=trained)
     costs = Costs(*times, communication=0.25)
-    schedule = schedules.zb_auto(plan, costs, limit)
+    schedule = schedules.zb_auto(plan, costs, limit, effort=EFFORT)
     check(lower(schedule, plan))
     timeline = simulate(schedule, plan, costs)
     assert limit is None or max(timeline.peak_in_flight) <= limit

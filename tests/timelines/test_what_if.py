@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from fpipe import Costs, Link, Placement, Plan, ScheduleError, by_length, lower, offload, schedules, simulate, what_if
 from fpipe.effects import Backward, Forward, Recv, Send
+from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.timelines.replay import Replay
 from fpipe.timelines.simulator import simulate_programs
 from fpipe.timelines.spans import Spans
@@ -195,6 +196,16 @@ def test_schedules_of_the_same_placement_and_memory_are_tried():
     assert more.seconds == pytest.approx(captured.makespan - longer.makespan * 16 / 17)
     fused = {row.what for row in what_if(simulate("1f1b", PLAN, costs)).rows}
     assert not fused & {"schedule zb-h1", "schedule zb-auto"}  # the halves of its backwards were not measured
+
+
+def test_no_order_is_searched_whose_effects_were_not_measured(monkeypatch):
+    def searched(*args, **options):
+        raise AssertionError("an order was searched")
+
+    monkeypatch.setitem(CATALOGUE, "zb-auto", replace(CATALOGUE["zb-auto"], function=searched))
+    assert what_if(simulate("1f1b", PLAN, TIMES)).rows
+    with pytest.raises(AssertionError, match="an order was searched"):
+        what_if(simulate("zb-h1", PLAN, TIMES))
 
 
 def test_copies_of_residuals_are_replayed_and_other_orders_are_not_tried():
