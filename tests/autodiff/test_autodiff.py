@@ -107,7 +107,7 @@ def overwritten(weights):
     return [None if i in weights.fresh else x for i, x in enumerate(weights)]
 
 
-@one_in(4)
+@one_in(7)
 @pytest.mark.parametrize(
     ("kind", "name"),
     sample(
@@ -520,6 +520,7 @@ def test_sparse_gradients_are_eagers():
     assert same(found.weights[0].to_dense(), expected.weights[0].to_dense())
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "name", ["mlp", "encoder_plain", "checkpoint_with_dropout", "batch_norm_after_convolution", "views_among_outputs"]
 )
@@ -718,7 +719,7 @@ OTHER = [policy for policy in POLICIES if policy not in ("everything", "nothing"
 """Each example runs under one of these, under `everything` (the default) and under `nothing` (it recomputes all)."""
 
 
-@one_in(4)
+@one_in(7)
 @pytest.mark.parametrize(
     ("name", "policy"),
     sample(

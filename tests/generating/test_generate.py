@@ -29,7 +29,7 @@ from fpipe.autodiff.traced import Traced
 from fpipe.devices import Cpu
 from fpipe.generating.choice import Choice, _chosen
 from fpipe.interop.transformers import split, split_with_cache
-from tests.support.combinations import PAIRS, combined, one_in, thorough
+from tests.support.combinations import PAIRS, combined, few, one_in, thorough
 from tests.support.fault_jobs import blamed
 from tests.support.generate_jobs import (
     PROMPTS,
@@ -107,7 +107,8 @@ def test_prompts_in_slices_have_the_tokens_of_the_model(kind):
     given = prompts(4)
     reference = model.generate(**given, max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=[5])
     plan = pipeline.plan(cut(pipeline, 2), 2)
-    options = {"handler": handlers.Local(), "max_new_tokens": 7, "eos_token_id": 5, "prompt_slices": 4}
+    handler = sharing(handlers.Local(), kind)
+    options = {"handler": handler, "max_new_tokens": 7, "eos_token_id": 5, "prompt_slices": 4}
     assert torch.equal(fpipe.generate(pipeline, params, given, plan, **options), reference)
 
 
@@ -130,12 +131,13 @@ def test_gloo_gives_the_models_tokens(kind, pools):
         assert torch.equal(found, reference[:, 6 - length :])
 
 
-def test_prompts_that_fill_no_microbatch_are_generated_from():
-    model, pipeline, params = language_of("gpt2")
+@pytest.mark.parametrize("kind", few(AT, ["llama"]))
+def test_prompts_that_fill_no_microbatch_are_generated_from(kind):
+    model, pipeline, params = language_of(kind)
     given = prompts(3)
     reference = model.generate(**given, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=[5])
     plan = pipeline.plan(cut(pipeline, 2), 2)
-    run = fpipe.generator(pipeline, plan, handler=sharing(handlers.Local(), "gpt2"), max_new_tokens=8, eos_token_id=5)
+    run = fpipe.generator(pipeline, plan, handler=sharing(handlers.Local(), kind), max_new_tokens=8, eos_token_id=5)
     assert torch.equal(run(params, given), reference)
     one = {name: x[:1] for name, x in given.items()}
     alone = model.generate(**one, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=[5])
@@ -400,7 +402,7 @@ def test_an_output_that_grows_from_token_to_token_is_refused(pools):
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", few([0, 1], [1]))
 def test_a_rank_that_is_killed_is_named(victim, fresh_pool):
     outcomes = fresh_pool(2).outcomes(killed, victim)
     assert outcomes[victim].exitcode == -signal.SIGKILL
@@ -416,6 +418,7 @@ def test_ranks_with_other_prompts_are_refused(pools):
         assert "rank 0 and rank 1 were called with different settings: prompts is 7 of 5 tokens (digest " in text
 
 
+@thorough
 def test_ranks_with_other_ends_of_prompts_in_slices_are_refused(pools):
     for error, text, _ in pools(2).run(other_ends):
         assert error == "StageError"

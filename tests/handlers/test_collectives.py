@@ -78,12 +78,12 @@ def absent(rank, folder):
     if rank == 1:
         return None
     with pytest.raises(TransportError) as caught:
-        handlers.Distributed(timeout=2).peers.gather(rank, "first")
+        handlers.Distributed(timeout=1).peers.gather(rank, "first")
     given_up.touch()
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_make_the_handler_is_named(fresh_pool, tmp_path):
     text, _ = fresh_pool(2).run(absent, str(tmp_path))
-    assert "at the set-up of a new handler (nothing came within timeout=2 s; missing: [1])" in text
+    assert "at the set-up of a new handler (nothing came within timeout=1 s; missing: [1])" in text
     assert "value_and_grad and evaluate are called on every rank, in the same order" in text

@@ -11,7 +11,7 @@ from fpipe.programs.leading import leading
 from fpipe.programs.lowering import forward_only
 from fpipe.schedules.catalogue import CATALOGUE
 from tests.support import fault_jobs, leading_jobs
-from tests.support.combinations import few, one_in, sample
+from tests.support.combinations import few, one_in, sample, thorough
 
 SAID = {
     "nothing": r"^$",
@@ -29,7 +29,7 @@ LEADING = {"raises": 1, "interrupt": 1, "batch": 0, "program": 0}
 FEW = ("nothing", "batch", "raises")
 
 
-@one_in(3)
+@one_in(4)
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [
@@ -54,6 +54,7 @@ def test_a_step_to_which_the_last_rank_comes_late(schedule, changes, pools):
                 assert first < late, (change, rank)
 
 
+@thorough
 @pytest.mark.parametrize("schedule", sample(["zb_h2", "zb_v", "interleaved_1f1b", "seq_1f1b"], ["zb_h2"]))
 def test_a_step_of_replicas_to_which_their_last_ranks_come_late(schedule, pools):
     """Rank 0 of each replica has run a forward, whatever becomes of the step."""

@@ -72,6 +72,7 @@ def test_a_short_stop_between_two_slow_steps_is_no_absence(pools):
     assert pools(2).run(faults.slow_evaluation, 1.5) == [True, True]
 
 
+@thorough
 def test_a_rank_that_evaluates_with_another_handler_is_waited_for(pools):
     assert pools(2).run(faults.two_handlers, 1.0) == [True, True]
 

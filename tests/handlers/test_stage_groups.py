@@ -17,7 +17,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("shape", sample([(1, 2), (2, 2), (1, 3), (2, 2, 2)], [(1, 2)]), ids=str)
-@pytest.mark.parametrize("fault", few(REASONS, ["stopped"]))
+@pytest.mark.parametrize("fault", few(REASONS, ["killed"]))
 def test_all_others_name_the_process_that_is_gone(fresh_pool, shape, fault):
     """Those of its handler by its rank there and its number in the job, the others by the latter."""
     size = prod(shape)

@@ -34,7 +34,10 @@ TWO = [
     ("schedule", "name", "ranks"),
     [
         *sample(TWO, [*MOVING, *few(TWO[len(MOVING) :: 2], slice(1, None, 4))]),
-        *sample([(s, n, 4) for s in cases.SCHEDULES for n in ("skip", "tied")], [("zb_v", "skip", 4)]),
+        *(
+            pytest.param(*row, marks=thorough)
+            for row in sample([(s, n, 4) for s in cases.SCHEDULES for n in ("skip", "tied")], [("zb_v", "skip", 4)])
+        ),
     ],
 )
 def test_every_use_is_ordered(pools, schedule, name, ranks):

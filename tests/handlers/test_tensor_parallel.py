@@ -17,14 +17,17 @@ COUNTS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
-    few([("zb_v", "nothing_saveable"), ("looped_bfs", "everything_saveable")], slice(1)),
+    ("name", "policy", "stages"),
+    [("zb_v", "nothing_saveable", 4), ("looped_bfs", "everything_saveable", 4)]
+    if PAIRS
+    else [("zb_v", "nothing_saveable", 2)],
     ids=str,
 )
-def test_a_block_adds_twice_forward_twice_backward_and_never_for_weights(pools, name, policy):
+def test_a_block_adds_twice_forward_twice_backward_and_never_for_weights(pools, name, policy, stages):
     """As Megatron-LM does. Rematerialisation repeats no collective."""
-    for counts, loss, gradients, alike in pools(2).run(tensor_jobs.collectives, name, policy):
-        assert tensor_jobs.unexpected(counts, COUNTS) == {}
+    expected = COUNTS if stages == 4 else {0: COUNTS[0], 1: COUNTS[3]}
+    for counts, loss, gradients, alike in pools(2).run(tensor_jobs.collectives, name, policy, stages):
+        assert tensor_jobs.unexpected(counts, expected) == {}
         assert loss <= 1e-6
         assert gradients <= 1e-5
         assert alike
@@ -121,7 +124,7 @@ def test_other_models_are_right(pools, options):
     ("operations", "cuts", "dims"),
     [(dimension_jobs.OPERATIONS, range(3), range(-3, 3))]
     if ALL
-    else [(dimension_jobs.SCANS, [1], [-2, -1, 1]), (dimension_jobs.LOSSES, [1], [0])],
+    else [(dimension_jobs.SCANS, [1], few([-2, -1, 1], [-1, 1])), (dimension_jobs.LOSSES, [1], [0])],
     ids=len,
 )
 def test_operations_along_a_dimension_are_those_of_one_process(pools, operations, cuts, dims):

@@ -5,12 +5,13 @@ import os
 import random
 import resource
 import subprocess
-import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fpipe import Pipeline, Placement, handlers, interop
+from fpipe.cli import app
 from fpipe.interop import CheckpointError
 from fpipe.interop.checkpoints.claims import Claim
 from tests.support.combinations import examples
@@ -119,14 +120,13 @@ def test_the_command_verifies(tmp_path):
     path = saved.save(**tree)
 
     def verified(*words):
-        command = [sys.executable, "-m", "fpipe", "checkpoint", "verify", str(tmp_path), *words]
-        return subprocess.run(command, capture_output=True, text=True)
+        return CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path), *words])
 
-    assert verified().returncode == 0
+    assert verified().exit_code == 0
     (path / "__0_0.distcp").write_bytes(bytes((path / "__0_0.distcp").stat().st_size))
     result = verified("--json")
     assert [row["state"] for row in json.loads(result.stdout)["files"]] == ["right", "damaged"]
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert "__0_0.distcp changed since it was saved" in result.stderr
 
 

@@ -300,15 +300,17 @@ def test_a_run_that_goes_on_with_nothing_on_disk_says_so_and_how_to_begin_anew(b
     assert begin()[0].step == 0
 
 
-def memory_command(path, *words):
-    """`fpipe checkpoint memory` in a process of its own: locks hold between processes."""
-    command = [sys.executable, "-m", "fpipe", "checkpoint", "memory", "--shared", str(path / "shm"), *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=60, env=os.environ | {"COLUMNS": "250"}
-    ).stdout
+@pytest.fixture
+def memory_command(pools):
+    """`fpipe checkpoint memory` in another process: locks hold between processes."""
+
+    def command(path, *words):
+        return pools(2).run(memory_jobs.command, ["--shared", str(path / "shm"), *map(str, words)])[0]
+
+    return command
 
 
-def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(begin, tmp_path):
+def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(begin, tmp_path, memory_command):
     run = stopped(4, begin)
     (row,) = json.loads(memory_command(tmp_path, "--clear", "--json"))
     assert (row["state"], row["processes"], row["step"]) == ("in use", [os.getpid()], 4)
@@ -325,7 +327,7 @@ def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(be
 
 @one_in(2)
 @pytest.mark.parametrize("name", ["000001.0", "000000.lock"])
-def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, name):
+def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, memory_command, name):
     """Root looks into the folders of all users."""
     folder = tmp_path / "shm" / "fpipe-1" / "run"
     folder.mkdir(parents=True)

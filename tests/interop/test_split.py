@@ -278,8 +278,8 @@ def test_each_rank_makes_its_own_stages_of_a_module_on_the_meta_device():
 
 def test_a_tie_is_made_the_same_on_both_of_its_ranks():
     with torch.device("meta"):
-        module = TiedGPT()
-    pipeline, _ = interop.split(module, at=["layers.2"], example=torch.randint(11, (2, 6)))
+        module = TiedGPT(layers=2)
+    pipeline, _ = interop.split(module, at=["layers.1"], example=torch.randint(11, (2, 6)))
     with pytest.raises(ValueError, match=r"nothing sets positions: .*reset_parameters, or pass init="):
         interop.materialise(pipeline)
 

@@ -9,18 +9,14 @@ from torch.distributed.tensor import Shard
 import fpipe
 from fpipe import interop, parallel
 from tests.support import placed_jobs
-from tests.support.combinations import few, one_in, thorough
+from tests.support.combinations import thorough
 
 CASES = [(name, 1, name in ("one key", "experts")) for name in placed_jobs.MODELS]
 LARGE = [(name, 2, sequence) for name in ("attention", "experts") for sequence in (False, True)]
 
 
-@one_in(2)
-@pytest.mark.parametrize(
-    ("name", "ranks", "sequence"),
-    [*few(CASES, slice(2)), *(pytest.param(*case, marks=thorough) for case in LARGE)],
-    ids=str,
-)
+@thorough
+@pytest.mark.parametrize(("name", "ranks", "sequence"), [*CASES, *LARGE], ids=str)
 def test_values_that_other_processes_place_travel_as_pieces(pools, name, ranks, sequence):
     """Loss and gradients are those of the same processes without tensor parallelism, whose oracle is one process.
 

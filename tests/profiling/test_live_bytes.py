@@ -169,7 +169,7 @@ def test_residuals_on_the_host_and_those_that_are_recomputed_are_not_on_the_devi
         check(*found)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize(
     ("name", "kind"),
     sample(

@@ -17,7 +17,7 @@ import pytest
 LEVELS = ("", "pairs", "all")
 LEVEL = LEVELS.index(os.environ.get("FPIPE_TESTS", ""))
 PAIRS, ALL = LEVEL > 0, LEVEL > 1
-EFFORT = 1.0 if PAIRS else 0.02
+EFFORT = (0.02, 0.1, 1.0)[LEVEL]
 """The effort with which `zb_auto`, `v_auto` and `search` run in tests whose assertions hold at any effort."""
 
 

@@ -17,8 +17,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from fpipe import handlers, interop
+from fpipe.cli import app
 from fpipe.interop.checkpoints import memory, neighbours
 from fpipe.interop.checkpoints.room import Room
 from fpipe.interop.checkpoints.slots import stored_in
@@ -182,6 +184,15 @@ def two_jobs(rank, folder, names):
     for run in runs:
         run.checkpoints.clear_memory()
     return "".join(errors)
+
+
+def command(rank, words):
+    """What `fpipe checkpoint memory` prints, in the process of rank 0."""
+    if rank:
+        return None
+    result = CliRunner().invoke(app, ["checkpoint", "memory", *words], env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def killed(rank, folder, at, apart=False):

@@ -66,8 +66,8 @@ class Loop:
 
     Args:
         handler: by default Distributed.
-        late: seconds by which the last rank comes late to a step after an update that does not stand.
-        lags: by step, seconds that the last rank takes for a weight gradient.
+        late: seconds by which the last rank, if it hurries, comes late to a step after an update that does not stand.
+        lags: by step, seconds that the last rank, if it hurries, takes for a weight gradient.
         reads: the ranks that read all results of each step at once.
         reads_elsewhere: they do so in other modes of torch.
         changes_loss: the loop changes the loss in place.
@@ -109,9 +109,10 @@ class Loop:
         replicas=1,
     ):
         rank = process % ranks
-        self.rank, self.late, self.reads, self.sizes = rank, late * (rank == ranks - 1), rank in reads, sizes
+        is_slow = hurries and rank == ranks - 1
+        self.rank, self.late, self.reads, self.sizes = rank, late * is_slow, rank in reads, sizes
         self.limit, self.drop, self.faults, self.fault = limit, drop, faults or {}, None
-        self.lags, self.lag, self.changes_loss = (lags or {}) if rank == ranks - 1 else {}, 0.0, changes_loss
+        self.lags, self.lag, self.changes_loss = (lags or {}) if is_slow else {}, 0.0, changes_loss
         self.elsewhere = other_modes if reads_elsewhere else nullcontext
         order, place = SCHEDULES[schedule]
         placement = place(ranks)

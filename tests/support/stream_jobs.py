@@ -134,7 +134,7 @@ def capturing(rank, own, case, name, generator, plan):
     params, batch, target, state = cases.own(case, plan, rank)
     optimizer = OPTIMIZERS["fused"](donate=False)
     args = params, optimizer.init(params), batch, target
-    options = {"handler": own, "max_norm": 0.1, **case.options}
+    options = {"handler": sharing(own, name), "max_norm": 0.1, **case.options}
     plain, step = (
         fpipe.train_step(case.pipeline, generator, plan, optimizer, capture=c, **options) for c in (False, True)
     )

@@ -188,16 +188,17 @@ def trained(step, params, rows, steps, rng, plan, handler=None):
     return losses, *first
 
 
-def collectives(rank, name, policy):
+def collectives(rank, name, policy, stages):
     """Counts of collectives by stage and block; errors of the loss and the gradients; whether these are placed."""
-    pipeline, params = llama()
+    pipeline, params = llama(stages)
     tp = interop.shard(params, mesh_of(2, names=("tp",)), interop.styles.megatron(**STYLE))
-    placement = fpipe.Placement.v(ranks=2) if name == "zb_v" else fpipe.Placement.loop(ranks=2, chunks=2)
+    ranks = stages // 2
+    placement = fpipe.Placement.v(ranks) if name == "zb_v" else fpipe.Placement.loop(ranks, chunks=2)
     plan = pipeline.plan(placement, microbatches=4)
     with Collectives() as counted:
         options = {"policy": getattr(fpipe.policies, policy), "autodiff": "graph"}
         value, grads = step_of(name, pipeline, plan, handlers.Local(), **options)(tp, *data())
-    (value0,), grads0, _ = expected()
+    (value0,), grads0, _ = expected(stages)
     alike = all(g.placements == tp[s][n].placements for s, tree in grads.items() for n, g in tree.items())
     return counted.counts, abs(value.item() - value0) / value0, worst(distances(grads, grads0)), alike
 

@@ -2,11 +2,11 @@
 
 import gzip
 import json
+import shutil
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from urllib.parse import urlencode
 
@@ -60,9 +60,9 @@ def forge(logdir):
             writer._add(Summary.Value(tag=tag(step), tensor=tensor, metadata=metadata), step, None)
 
 
-@pytest.fixture(scope="module", params=["rust", "python"])
-def board(request, tmp_path_factory):
-    """(server, log directory): all cases at once, for a server takes seconds to start."""
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """A log directory of all cases at once, for a server takes seconds to start."""
     logdir = tmp_path_factory.mktemp("runs")
     written(logdir / "many", range(120))
     write(logdir / "many", TIMELINES[1], schedule="zb_v", unit="s")
@@ -84,8 +84,15 @@ def board(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writing, "PART_BYTES", 500)
         written(logdir / "parts", [5], TIMELINES[2])
-    with ExitStack() as stack:
-        board = stack.enter_context(Board(logdir, fast=request.param == "rust"))
+    return logdir
+
+
+@pytest.fixture(scope="module", params=["rust", "python"])
+def board(request, cases, tmp_path_factory):
+    """(server, log directory)."""
+    logdir = tmp_path_factory.mktemp("runs")
+    shutil.copytree(cases, logdir, dirs_exist_ok=True)
+    with Board(logdir, fast=request.param == "rust") as board:
         board.until(lambda captures: len(captures) == 135)
         yield board, logdir
 
@@ -159,6 +166,7 @@ def test_two_captures_are_compared(board):
     assert found["makespan"] == [TIMELINES[0].makespan, TIMELINES[1].makespan]
 
 
+@one_in(2)
 def test_what_would_help_is_pythons_and_comes_as_a_capture(board):
     server, _ = board
     query = {"run": "many/predicted", "step": 0}
@@ -295,6 +303,7 @@ def test_a_trace_that_would_round_times_is_refused(board):
     assert board[0].get("export", run="ages/measured", step=0, format="csv")[0] == 200
 
 
+@one_in(2)
 def test_an_export_ends_with_its_client(board):
     """What is sent is more than the sockets hold, so that the server waits for its client."""
     server, _ = board

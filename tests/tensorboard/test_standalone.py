@@ -17,6 +17,7 @@ from fpipe.tensorboard.server.summary import summary
 from fpipe.timelines.comparison import Difference
 from fpipe.timelines.what_if import what_if
 from tests.support.captures import record
+from tests.support.combinations import thorough
 from tests.support.tab import BROWSED, PATIENCE
 
 PLAN = Plan(Placement.v(3), 6)
@@ -69,11 +70,25 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def opened(chromium, tmp_path_factory):
+def mine(tmp_path_factory):
+    """(folder of a run, its file, what the command said)."""
+    logdir, file = measure(tmp_path_factory.mktemp("runs") / "mine"), tmp_path_factory.mktemp("files") / "mine.html"
+    return logdir, file, saved(logdir, file)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """The file of a run whose texts are to do harm."""
+    folder = tmp_path_factory.mktemp("hostile")
+    saved(measure(folder / "a <b>", schedule=HOSTILE), folder / "h.html")
+    return folder / "h.html"
+
+
+@pytest.fixture(scope="module")
+def opened(chromium, mine):
     """(page, folder of the run)."""
-    logdir = measure(tmp_path_factory.mktemp("runs") / "mine")
-    saved(logdir, logdir / "mine.html")
-    page = Opened(chromium, logdir / "mine.html")
+    logdir, file, _ = mine
+    page = Opened(chromium, file)
     yield page, logdir
     page.close()
 
@@ -157,10 +172,9 @@ def test_it_is_drawn_in_colours(opened):
 
 
 @mark
-def test_texts_of_a_run_stay_texts(chromium, tmp_path):
-    logdir = measure(tmp_path / "a <b>", schedule=HOSTILE)
-    saved(logdir, tmp_path / "h.html")
-    page = Opened(chromium, tmp_path / "h.html")
+@thorough
+def test_texts_of_a_run_stay_texts(chromium, hostile):
+    page = Opened(chromium, hostile)
     assert page.js("window.hacked") is None
     assert page.js("window.fpipe.app.capture.entry.schedule") == HOSTILE[:200]
     page.close()
@@ -173,17 +187,14 @@ def test_files_that_a_server_makes_are_not_offered(opened):
     assert shown == [True, False, False, False, False]
 
 
-def test_nothing_of_a_run_is_html(tmp_path):
-    measure(tmp_path / "runs", schedule=HOSTILE)
-    saved(tmp_path / "runs", tmp_path / "h.html")
-    text = (tmp_path / "h.html").read_text()
+def test_nothing_of_a_run_is_html(hostile):
+    text = hostile.read_text()
     assert "hacked" not in text.replace("&lt;script&gt;window.hacked", "")
     assert text.count("<script") == text.count("</script>") == 3
 
 
-def test_the_command_says_the_size(tmp_path):
-    logdir, file = measure(tmp_path / "runs"), tmp_path / "mine.html"
-    found = saved(logdir, file)
+def test_the_command_says_the_size(mine):
+    _, file, found = mine
     assert f"{file.stat().st_size / 1024:.4g} KiB, to be opened in a browser" in " ".join(found.stderr.split())
     assert file.stat().st_size < 2e6
 
@@ -197,8 +208,8 @@ def test_ranks_that_can_not_be_compared_are_shown_too(tmp_path):
     assert "what_if" in routes  # which says why nothing is known
 
 
-def test_no_more_is_imagined_than_there_is_room_for(tmp_path, monkeypatch):
-    shown = [standalone.Shown("a/measured", find(measure(tmp_path)).read(CaptureId("", "measured", 7)))]
+def test_no_more_is_imagined_than_there_is_room_for(mine, monkeypatch):
+    shown = [standalone.Shown("a/measured", find(mine[0]).read(CaptureId("", "measured", 7)))]
     asked = [query.get("what") for route, query, _ in standalone._answers(shown) if route == "summary"]
     assert len(asked) > 2
     monkeypatch.setattr(standalone, "_MOST_IMAGINED", 5000)

@@ -37,6 +37,7 @@ def test_bits_of_a_loop_that_waits_for_the_norm(schedule, optimizer, donate, rea
         assert (found, errors) == ([], [])
 
 
+@one_in(5)
 @pytest.mark.parametrize("handler", [handlers.Local, handlers.Reference])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("options", [{}, {"scale": 2.0**10, "checks": {}}, {"checks": jobs.RAISES}])
@@ -82,7 +83,7 @@ def test_a_loss_scale(checks, sizes, donate, reads, pools):
         assert (found, checks == jobs.RAISES or not errors) == ([], True)
 
 
-@one_in(2)
+@one_in(3)
 @combined(
     sizes=(jobs.NOT_FINITE, jobs.OFTEN_NOT_FINITE),
     checks=(jobs.RAISES, jobs.CLIPS | jobs.RAISES),
@@ -102,7 +103,7 @@ def test_an_error_for_a_step_that_has_returned(sizes, checks, donate, reads, poo
         assert "Its results are the params and states that were passed to it. Find" in early
 
 
-@one_in(2)
+@one_in(3)
 @combined(
     checks=(jobs.CLIPS, jobs.SKIPS, jobs.RAISES),
     sizes=(jobs.SIZES, jobs.NOT_FINITE),

@@ -361,6 +361,7 @@ def test_what_a_stage_reads_of_the_microbatch_stands_between_what_it_reads_of_st
     assert stage.arguments({0: "zero", 1: {"h": "one"}}, "abc") == ("a", "one", "b", "zero", "c")
 
 
+@one_in(3)
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_way

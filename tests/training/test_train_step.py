@@ -10,7 +10,7 @@ import fpipe
 from fpipe import Pipeline, Placement, StageError, handlers, interop, schedules
 from fpipe.effects import Backward, Update
 from tests.support import cases, train_jobs
-from tests.support.combinations import combined, one_in, sample
+from tests.support.combinations import combined, few, one_in, sample
 from tests.support.jobs import differences
 from tests.support.sharing import sharing
 
@@ -51,7 +51,7 @@ def test_bits_of_the_parts(pools, name, schedule, m, handler, optimizer, donate,
     assert train_jobs.compare(own, case, generator, plan, None, optimizer, donate, max_norm, **options) == []
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", few([False, True], [True]))
 def test_bits_with_replicas_in_one_process(donate):
     case, generator, plan = cases.make("tied", "zb_v", 2, 2, cases.rows(4))
     plan = replace(plan, replicas=2)
