@@ -796,15 +796,15 @@ TIMES = "1,2,1,1,2,3"
 OF_LAYERS = ("search", "--layouts", "--ranks", "2", "--loops", "1,2", "--forward", TIMES, "--backward-input", TIMES)
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize(
     "options",
     [
         (),
         ("--communication", "0.5:100", "--activation", "3"),
         ("--communication", "0-1=0.25,1-0=0.5", "--lengths", "1,2,1,1,2,1"),
-        ("--residuals", "2", "--optimizer", "0", "--memory-limit-bytes", "10.5", "--offload", "0.1", "--fetch", "0.1"),
         ("--residuals", "2", "--parameters", "4,1,1,1,1,4", "--optimizer", "0", "--memory-limit-bytes", "30"),
+        ("--residuals", "2", "--optimizer", "0", "--memory-limit-bytes", "10.5", "--offload", "0.1", "--fetch", "0.1"),
         (
             "--residuals",
             "2",
