@@ -593,7 +593,7 @@ def _number(name: str, value: object) -> float:
 
 def _as_float(value: object) -> float:
     """Return a number as a float; NaN for anything else, a bool too."""
-    if isinstance(value, float):  # most are, and to ask for a protocol takes long
+    if type(value) is float:  # most are, and to ask for a protocol takes long
         return value
     try:
         return float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else nan

@@ -51,10 +51,10 @@ def named_schedules(
 ) -> Iterator[tuple[str, Schedule]]:
     """Yield the named schedules, those that order by costs or under a limit (in microbatches) for these.
 
-    Whether one fits the plan shows when it is lowered. For a large plan, orders are not searched.
+    Whether one fits the plan shows when it is lowered.
 
     Args:
-        searched: whether to search orders for a small one; these have the halves of backwards.
+        searched: whether to search orders too, which have the halves of backwards; of a large plan none is.
     """
     from fpipe.schedules.catalogue import CATALOGUE  # late, as above
 

@@ -174,7 +174,8 @@ class _Orders:
         """Yield the named schedules of the same placement that need no more microbatches in flight."""
         limit = max(self.timeline.peak_in_flight)
         makespans = set[float]()
-        searched = not self.kinds.isdisjoint((BackwardInput, BackwardWeight))  # a search takes seconds
+        # What is searched has halves: where none was measured it would be left out, after seconds.
+        searched = not self.kinds.isdisjoint((BackwardInput, BackwardWeight))
         for name, schedule in named_schedules(self.plan, self.costs, limit or None, searched=searched):
             try:
                 timeline = self._timeline(schedule, self.plan, self.costs)

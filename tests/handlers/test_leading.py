@@ -29,7 +29,7 @@ LEADING = {"raises": 1, "interrupt": 1, "batch": 0, "program": 0}
 FEW = ("nothing", "batch", "raises")
 
 
-@one_in(4)
+@one_in(3)
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [

@@ -18,9 +18,10 @@ COUNTS = {
 
 @pytest.mark.parametrize(
     ("name", "policy", "stages"),
-    [("zb_v", "nothing_saveable", 4), ("looped_bfs", "everything_saveable", 4)]
-    if PAIRS
-    else [("zb_v", "nothing_saveable", 2)],
+    few(
+        [("zb_v", "nothing_saveable", 2), ("zb_v", "nothing_saveable", 4), ("looped_bfs", "everything_saveable", 4)],
+        slice(1),
+    ),
     ids=str,
 )
 def test_a_block_adds_twice_forward_twice_backward_and_never_for_weights(pools, name, policy, stages):

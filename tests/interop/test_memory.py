@@ -302,7 +302,7 @@ def test_a_run_that_goes_on_with_nothing_on_disk_says_so_and_how_to_begin_anew(b
 
 @pytest.fixture
 def memory_command(pools):
-    """`fpipe checkpoint memory` in another process: locks hold between processes."""
+    """`fpipe checkpoint memory` in another process: locks (of POSIX, so no child inherits them) hold between them."""
 
     def command(path, *words):
         return pools(2).run(memory_jobs.command, ["--shared", str(path / "shm"), *map(str, words)])[0]
@@ -327,8 +327,13 @@ def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(be
 
 @one_in(2)
 @pytest.mark.parametrize("name", ["000001.0", "000000.lock"])
-def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, memory_command, name):
-    """Root looks into the folders of all users."""
+def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, fresh_pool, name):
+    """Root looks into the folders of all users. What waits ends the processes."""
+    own = fresh_pool(1)
+
+    def memory_command(*words):
+        return own.run(memory_jobs.command, ["--shared", str(tmp_path / "shm"), *words])[0]
+
     folder = tmp_path / "shm" / "fpipe-1" / "run"
     folder.mkdir(parents=True)
     slot = Slot(folder / "000000.0", 0)
@@ -338,9 +343,9 @@ def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, memory_comm
     os.mkfifo(folder / name)
     (tmp_path / "shm" / "fpipe-2").mkdir()
     (tmp_path / "shm" / "fpipe-2" / "run").symlink_to(folder)
-    (row,) = json.loads(memory_command(tmp_path, "--json"))
+    (row,) = json.loads(memory_command("--json"))
     assert (row["folder"], row["step"], row["state"]) == (str(folder), 3, "left")
-    (row,) = json.loads(memory_command(tmp_path, "--clear", "--json"))
+    (row,) = json.loads(memory_command("--clear", "--json"))
     assert (row["state"], (folder / "000000.0").exists()) == ("removed", False)
 
 

@@ -9,14 +9,17 @@ from torch.distributed.tensor import Shard
 import fpipe
 from fpipe import interop, parallel
 from tests.support import placed_jobs
-from tests.support.combinations import thorough
+from tests.support.combinations import few, thorough
 
 CASES = [(name, 1, name in ("one key", "experts")) for name in placed_jobs.MODELS]
 LARGE = [(name, 2, sequence) for name in ("attention", "experts") for sequence in (False, True)]
 
 
-@thorough
-@pytest.mark.parametrize(("name", "ranks", "sequence"), [*CASES, *LARGE], ids=str)
+@pytest.mark.parametrize(
+    ("name", "ranks", "sequence"),
+    [*few(CASES, slice(1)), *(pytest.param(*case, marks=thorough) for case in LARGE)],
+    ids=str,
+)
 def test_values_that_other_processes_place_travel_as_pieces(pools, name, ranks, sequence):
     """Loss and gradients are those of the same processes without tensor parallelism, whose oracle is one process.
 

@@ -32,14 +32,14 @@ def models(draw):
     return Plan(Placement.loop(p), draw(st.sampled_from([1, 2, 3, 4, 8, 12]))), costs
 
 
-def admitted(plan, costs, limit=None, chunks=(1, 2, 3)):
+def admitted(plan, costs, limit=None, chunks=(1, 2, 3), effort=EFFORT):
     """Every named schedule that takes the model, as (name, plan, costs, timeline)."""
     for entry in CATALOGUE.values():
         for v in chunks if entry.any_chunks else (entry.chunks,):
             try:
                 cut = entry.plan(plan.ranks, plan.microbatches, v)
                 own = recut(costs, plan.stages, cut.stages)
-                yield entry.name, cut, own, simulate(entry.schedule(cut, own, limit, effort=EFFORT), cut, own)
+                yield entry.name, cut, own, simulate(entry.schedule(cut, own, limit, effort=effort), cut, own)
             except ScheduleError:
                 continue
 
@@ -60,7 +60,7 @@ def test_nothing_that_was_tried_is_better(model, limit):
     plan, costs = model
     within = [
         timeline.cost
-        for _, cut, _, timeline in admitted(plan, costs, limit)
+        for _, cut, _, timeline in admitted(plan, costs, limit, effort=1)
         if cut.edges == Edges.chain(cut.stages) and (limit is None or max(shares(timeline)) <= limit + 1e-9)
     ]  # others are no equal parts of the model, and not tried
     found = search(plan, costs, limit, chunks=(1, 2, 3))
@@ -340,11 +340,11 @@ def test_what_was_found_runs_like_any_other(limit):
     assert jobs.differences(grads, expected[1]) == []
 
 
-def sharded(memory_limit_bytes, **costs):
+def sharded(memory_limit_bytes, effort=EFFORT, **costs):
     """Costs of one model of two ranks, each with one stage; four replicas."""
     plan = Plan(Placement.loop(2), 4, replicas=4)
     costs = Costs(2, 2, 2, residuals=40, parameters=100, gather=Link(0, 150), scatter=Link(0, 150), **costs)
-    return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2), effort=EFFORT), plan, costs
+    return search(plan, costs, memory_limit_bytes=memory_limit_bytes, chunks=(1, 2), effort=effort), plan, costs
 
 
 @thorough
@@ -365,7 +365,7 @@ def test_whether_to_shard_over_replicas_is_searched_too():
 @thorough
 @pytest.mark.parametrize("room", few([2.6, 3, 4, 6], [3]))
 def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(room):
-    found, plan, costs = sharded(100 * room)
+    found, plan, costs = sharded(100 * room, effort=1)
     assert found.bytes <= 100 * room
     every = pareto(plan, costs, chunks=(1, 2))
     within = [each.timeline.cost for each in every if each.bytes <= 100 * room]

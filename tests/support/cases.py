@@ -31,7 +31,6 @@ from fpipe.effects import (
 )
 from fpipe.policies import checkpoint_name
 from tests.support.catalogue import ORDERS
-from tests.support.combinations import EFFORT
 from tests.support.trees import Pair
 
 ROWS, WIDTH, VOCABULARY, CONTEXT = 16, 8, 11, 5
@@ -367,7 +366,7 @@ def overlapping(rank, plan):
 def zb_auto(rank, plan):
     """The last stage is the heaviest, and memory is short."""
     costs = Costs(forward=[*[1.0] * (plan.stages - 1), 2.0], communication=0.3)
-    return schedules.zb_auto(plan, costs, max(1, plan.ranks - 1), effort=EFFORT)(rank, plan)
+    return schedules.zb_auto(plan, costs, max(1, plan.ranks - 1), effort=0.02)(rank, plan)
 
 
 def moving(schedule, recomputes):

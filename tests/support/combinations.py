@@ -2,7 +2,7 @@
 
 By default, every value is in a row, and of rows that take long some run. FPIPE_TESTS=pairs has rows with every pair,
 more of the values that take much the same way, and tests that combine what others check; FPIPE_TESTS=all has the full
-products.
+products, and orders are searched with all effort.
 """
 
 from __future__ import annotations

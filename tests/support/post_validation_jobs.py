@@ -66,8 +66,9 @@ class Loop:
 
     Args:
         handler: by default Distributed.
-        late: seconds by which the last rank, if it hurries, comes late to a step after an update that does not stand.
-        lags: by step, seconds that the last rank, if it hurries, takes for a weight gradient.
+        hurries: whether it updates before the norm is known; if not, nothing is late and nothing lags.
+        late: seconds by which the last rank comes late to a step after an update that does not stand.
+        lags: by step, seconds that the last rank takes for a weight gradient.
         reads: the ranks that read all results of each step at once.
         reads_elsewhere: they do so in other modes of torch.
         changes_loss: the loop changes the loss in place.

@@ -220,7 +220,7 @@ def recovered(trained, kind, guilty):
 
 def kept(rank, ranks):
     """An evaluation fails on a handler that a step shares: the connections that are new, and the differences."""
-    trained, evaluated = made(rank, "eager", ranks, "one_f_one_b"), made(rank, "evaluate", ranks, "one_f_one_b")
+    trained, evaluated = made(rank, "graph", ranks, "one_f_one_b"), made(rank, "evaluate", ranks, "one_f_one_b")
     before = trained.groups()
     fault(evaluated, "last", ranks - 1)
     attempt(evaluated)

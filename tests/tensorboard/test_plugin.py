@@ -61,7 +61,7 @@ def forge(logdir):
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def logged(tmp_path_factory):
     """A log directory of all cases at once, for a server takes seconds to start."""
     logdir = tmp_path_factory.mktemp("runs")
     written(logdir / "many", range(120))
@@ -88,10 +88,10 @@ def cases(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["rust", "python"])
-def board(request, cases, tmp_path_factory):
-    """(server, log directory)."""
+def board(request, logged, tmp_path_factory):
+    """(server, log directory of its own, into which tests write)."""
     logdir = tmp_path_factory.mktemp("runs")
-    shutil.copytree(cases, logdir, dirs_exist_ok=True)
+    shutil.copytree(logged, logdir, dirs_exist_ok=True)
     with Board(logdir, fast=request.param == "rust") as board:
         board.until(lambda captures: len(captures) == 135)
         yield board, logdir

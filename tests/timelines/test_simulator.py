@@ -424,6 +424,7 @@ def test_a_link_needs_a_bandwidth_and_a_latency():
 def test_measured_costs_may_be_arrays():
     given = Costs(np.array([1.0, 2.0]), np.float32(2), np.int64(3), communication=np.float64(0.5))
     assert given == Costs((1.0, 2.0), 2.0, 3.0, communication=0.5)
+    assert type(given.communication) is float
 
 
 def test_costs_can_be_hashed_whatever_they_were_given_as():

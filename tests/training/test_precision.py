@@ -271,7 +271,8 @@ def test_what_is_not_finite_is_named_or_skipped(way, replicas):
 
 
 def test_every_rank_names_or_skips_the_same(pools):
-    for results in pools(2).run(jobs.check_finite_ranks, (ways := few([WAYS["graph"], WAYS["captured"]], slice(1)))):
+    ways = few([WAYS["graph"], WAYS["captured"]], slice(1))
+    for results in pools(2).run(jobs.check_finite_ranks, ways):
         assert results == [expected_checks()] * len(ways)
 
 
