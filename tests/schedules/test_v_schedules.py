@@ -278,7 +278,7 @@ def test_eight_ranks_take_no_more_than_ten_seconds(k, cost):
 @thorough
 def test_every_limit_has_an_order():
     for p, m, k in product(sample((1, 2, 3, 5), (1, 2, 5)), sample((1, 2, 6, 11), (1, 2, 11)), (2, 3, 4, 7, 99)):
-        report = verify(v_auto(v(p, m), memory_limit=k / 2), v(p, m))
+        report = verify(v_auto(v(p, m), memory_limit=k / 2, effort=EFFORT), v(p, m))
         assert max(report.peak_in_flight) <= k / 2
     assert simulate(v_auto(v(4, 9)), v(4, 9)).cost == 6 * 9
 
