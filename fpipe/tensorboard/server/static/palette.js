@@ -49,15 +49,24 @@ export const causeClass = (cause) => Math.max(0, CAUSES.indexOf(cause));
 /** The inks of the classes of causes. */
 export const inks = ({ causes }) => CAUSES.map((cause) => causes[cause]);
 
-/** The pattern of a class of causes as a CSS image. */
+/** The pattern of a class of causes as a CSS image; to encode one takes a millisecond, so each is kept. */
 export function patternImage(theme, at) {
+  const ink = inks(theme)[at];
+  const key = `${at} ${ink}`;
+  if (!IMAGES.has(key)) IMAGES.set(key, image(PATTERNS[at], ink));
+  return IMAGES.get(key);
+}
+
+const IMAGES = new Map();
+
+function image(pattern, ink) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = SIDE;
   const context = tile.getContext("2d");
-  context.fillStyle = inks(theme)[at];
-  PATTERNS[at].forEach((row, y) =>
-    row.forEach((ink, x) => {
-      context.globalAlpha = ink ? 1 : GROUND;
+  context.fillStyle = ink;
+  pattern.forEach((row, y) =>
+    row.forEach((inked, x) => {
+      context.globalAlpha = inked ? 1 : GROUND;
       context.fillRect(x, y, 1, 1);
     }),
   );
