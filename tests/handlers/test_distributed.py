@@ -42,8 +42,7 @@ def test_a_schedule_with_its_own_communication_in_one_process(handler):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "autodiff"),
-    sample([*product([2, 4], ["graph", "eager"])], few([(2, "graph"), (4, "eager")], slice(1))),
+    ("ranks", "autodiff"), sample([*product([2, 4], ["graph", "eager"])], few([(2, "graph"), (4, "eager")], slice(1)))
 )
 def test_shapes_change_from_step_to_step(pools, ranks, autodiff):
     assert pools(ranks).run(jobs.shapes_change, ranks, autodiff) == [[]] * ranks

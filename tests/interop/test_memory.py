@@ -300,28 +300,25 @@ def test_a_run_that_goes_on_with_nothing_on_disk_says_so_and_how_to_begin_anew(b
     assert begin()[0].step == 0
 
 
-@pytest.fixture
-def memory_command(pools):
-    """`fpipe checkpoint memory` in another process: locks (of POSIX, so no child inherits them) hold between them."""
-
-    def command(path, *words):
-        return pools(2).run(memory_jobs.command, ["--shared", str(path / "shm"), *map(str, words)])[0]
-
-    return command
+def memory_command(pool, folder):
+    """Return a function that runs `fpipe checkpoint memory` in a pool's process, which inherits no lock of this one."""
+    shared = ["--shared", str(folder / "shm")]
+    return lambda *words: pool.run(memory_jobs.command, [*shared, *map(str, words)])[0]
 
 
-def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(begin, tmp_path, memory_command):
+def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(begin, tmp_path, pools):
+    command = memory_command(pools(2), tmp_path)
     run = stopped(4, begin)
-    (row,) = json.loads(memory_command(tmp_path, "--clear", "--json"))
+    (row,) = json.loads(command("--clear", "--json"))
     assert (row["state"], row["processes"], row["step"]) == ("in use", [os.getpid()], 4)
     assert (row["checkpoints"], row["job"]) == (str(tmp_path), run.checkpoints._memory.job)
     assert row["bytes"] == sum(path.stat().st_size for path in files_of(parts(tmp_path)[0]))
     assert row["user"] == getpass.getuser()
     assert parts(tmp_path)[1] == [3, 4]
     run.checkpoints._memory._lock._file.close()  # as when the process ends
-    assert " left " in memory_command(tmp_path)
-    assert "no memory checkpoints in" in memory_command(tmp_path, tmp_path / "other", "--clear")
-    assert " removed " in memory_command(tmp_path, tmp_path, "--clear")
+    assert " left " in command()
+    assert "no memory checkpoints in" in command(tmp_path / "other", "--clear")
+    assert " removed " in command(tmp_path, "--clear")
     assert [*(tmp_path / "shm").iterdir()] == []
 
 
@@ -329,11 +326,7 @@ def test_the_command_lists_memory_checkpoints_and_removes_what_no_process_has(be
 @pytest.mark.parametrize("name", ["000001.0", "000000.lock"])
 def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, fresh_pool, name):
     """Root looks into the folders of all users. What waits ends the processes."""
-    own = fresh_pool(1)
-
-    def memory_command(*words):
-        return own.run(memory_jobs.command, ["--shared", str(tmp_path / "shm"), *words])[0]
-
+    command = memory_command(fresh_pool(1), tmp_path)
     folder = tmp_path / "shm" / "fpipe-1" / "run"
     folder.mkdir(parents=True)
     slot = Slot(folder / "000000.0", 0)
@@ -343,9 +336,9 @@ def test_the_command_waits_for_no_pipe_and_follows_no_link(tmp_path, fresh_pool,
     os.mkfifo(folder / name)
     (tmp_path / "shm" / "fpipe-2").mkdir()
     (tmp_path / "shm" / "fpipe-2" / "run").symlink_to(folder)
-    (row,) = json.loads(memory_command("--json"))
+    (row,) = json.loads(command("--json"))
     assert (row["folder"], row["step"], row["state"]) == (str(folder), 3, "left")
-    (row,) = json.loads(memory_command("--clear", "--json"))
+    (row,) = json.loads(command("--clear", "--json"))
     assert (row["state"], (folder / "000000.0").exists()) == ("removed", False)
 
 

@@ -349,27 +349,28 @@ def sharded(memory_limit_bytes, effort=EFFORT, **costs):
 
 @thorough
 def test_whether_to_shard_over_replicas_is_searched_too():
-    found, _, _ = sharded(None)
-    assert found.plan.replicas == 4
+    fastest, _, _ = sharded(None)
+    assert fastest.plan.replicas == 4
     # whole parameters are summed twice as long; shards are gathered beside the compute
-    assert found.resident is not None
-    programs = lower(found.schedule, found.plan, resident=found.resident)
-    assert found.footprint == footprint(programs, found.costs)
+    assert fastest.resident is not None
+    programs = lower(fastest.schedule, fastest.plan, resident=fastest.resident)
+    assert fastest.footprint == footprint(programs, fastest.costs)
     assert (
-        found.timeline.makespan == simulate(found.schedule, found.plan, found.costs, resident=found.resident).makespan
+        fastest.timeline.makespan
+        == simulate(fastest.schedule, fastest.plan, fastest.costs, resident=fastest.resident).makespan
     )
     free, *_ = sharded(None, optimizer=0)
-    assert free.bytes < found.bytes
+    assert free.bytes < fastest.bytes
 
 
 @thorough
 @pytest.mark.parametrize("room", few([2.6, 3, 4, 6], [3]))
 def test_what_is_found_keeps_to_a_limit_in_bytes_and_is_the_fastest_of_those(room):
-    found, plan, costs = sharded(100 * room, effort=1)
-    assert found.bytes <= 100 * room
+    fastest, plan, costs = sharded(100 * room, effort=1)
+    assert fastest.bytes <= 100 * room
     every = pareto(plan, costs, chunks=(1, 2))
     within = [each.timeline.cost for each in every if each.bytes <= 100 * room]
-    assert found.timeline.cost == pytest.approx(min(within))
+    assert fastest.timeline.cost == pytest.approx(min(within))
     assert [each.bytes for each in every] == sorted(each.bytes for each in every)
     limited = pareto(plan, costs, memory_limit_bytes=100 * room, chunks=(1, 2))
     assert [each.timeline.cost for each in limited] == pytest.approx(within)

@@ -187,7 +187,7 @@ def two_jobs(rank, folder, names):
 
 
 def command(rank, words):
-    """What `fpipe checkpoint memory` prints, in the process of rank 0."""
+    """Run `fpipe checkpoint memory` in the process of rank 0, and return its output."""
     if rank:
         return None
     result = CliRunner().invoke(app, ["checkpoint", "memory", *words], env={"COLUMNS": "250"})

@@ -179,12 +179,12 @@ def test_curves_of_ones_own_and_of_tokens(tmp_path):
         train(recorder, 3)
         recorder.scalar("after", torch.tensor(2.5, requires_grad=True))
         recorder.scalar("elsewhere", 3.0, 77)
-    found, rows = scalars(tmp_path, "measured/rank0"), len(cases.make(CASE, "gpipe", 2, 4)[0].batch)
-    assert (found["before"], found["after"], found["elsewhere"]) == ({0: 1.0}, {2: 2.5}, {77: 3.0})
-    assert sorted(found["step/samples_per_second"]) == [1, 2]
-    for step, speed in found["step/samples_per_second"].items():
-        assert found["step/tokens_per_second"][step] == pytest.approx(10 * speed)
-        assert 0 < speed <= rows / found["step/seconds"][step] * 1.01
+    curves, rows = scalars(tmp_path, "measured/rank0"), len(cases.make(CASE, "gpipe", 2, 4)[0].batch)
+    assert (curves["before"], curves["after"], curves["elsewhere"]) == ({0: 1.0}, {2: 2.5}, {77: 3.0})
+    assert sorted(curves["step/samples_per_second"]) == [1, 2]
+    for step, speed in curves["step/samples_per_second"].items():
+        assert curves["step/tokens_per_second"][step] == pytest.approx(10 * speed)
+        assert 0 < speed <= rows / curves["step/seconds"][step] * 1.01
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,9 @@ def recorded(rank, logdir, schedule, steps, options, case=CASE):
 
 @pytest.mark.parametrize("schedule", few(["one_f_one_b", "zb_v", "dualpipe"], ["zb_v"]))
 def test_two_processes_write_one_capture(pools, tmp_path, schedule):
-    found = pools(2).run(recorded, str(tmp_path), schedule, 3, {"steps": [1, 2], "gradient_norm": True}, "attention")
-    assert [told for told, _, _ in found] == [[], []]
+    options = {"steps": [1, 2], "gradient_norm": True}
+    by_rank = pools(2).run(recorded, str(tmp_path), schedule, 3, options, "attention")
+    assert [warned for warned, _, _ in by_rank] == [[], []]
     _, _, plan = cases.make("attention", schedule, 2, 4)
     listing = find(tmp_path)
     for kind in ("measured", "predicted"):
@@ -294,7 +295,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
             sent = {(int(own.waited[0][at]), type(capture.timeline.spans.effects[0])) for at in received}
             assert {source for source, _ in sent} == {1 - rank}
             assert len(own.memory[0]) == 2 * sum(TABLE.effects[type(e)].track == "compute" for e in own.effects)
-    whole = {stage: square for _, _, squares in found for stage, square in squares.items()}
+    whole = {stage: square for _, _, squares in by_rank for stage, square in squares.items()}
     for rank in range(2):
         own, timeline = scalars(tmp_path, f"measured/rank{rank}"), listing.read(CaptureId("", "measured", 2)).timeline
         idle = sum(points[2] for name, points in own.items() if name.startswith("idle/"))
@@ -303,7 +304,7 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
     assert scalars(tmp_path, "measured/rank0")["bubble/fraction"][2] == pytest.approx(timeline.bubble_rate)
     curves = scalars(tmp_path, "measured/rank0")
     assert curves["step/gradient_norm"][2] == pytest.approx(math.sqrt(sum(whole.values())), rel=1e-6)
-    assert curves["step/loss"][2] == pytest.approx(found[1][1])
+    assert curves["step/loss"][2] == pytest.approx(by_rank[1][1])
     assert "step/loss" not in scalars(tmp_path, "measured/rank1")
 
 
@@ -426,9 +427,9 @@ def failing_norm(rank, logdir):
 
 
 def test_what_fails_on_one_rank_ends_no_training(pools, tmp_path):
-    told = pools(2).run(failing_norm, str(tmp_path))
-    assert told[0] == []
-    assert [text.split(":")[0] for text in told[1]] == [f"step {i} could not be recorded" for i in (1, 2, 3)]
+    warned = pools(2).run(failing_norm, str(tmp_path))
+    assert warned[0] == []
+    assert [text.split(":")[0] for text in warned[1]] == [f"step {i} could not be recorded" for i in (1, 2, 3)]
     assert find(tmp_path).captures == {}
     assert sorted(scalars(tmp_path, "measured/rank0")["step/loss"]) == [0, 1, 2, 3]
 

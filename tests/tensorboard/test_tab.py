@@ -616,7 +616,7 @@ def test_search_finds_what_python_finds(tab, logdir):
 
 
 def search(tab, query):
-    """(what is found, whether the query is invalid), at once, and not after the pause that follows a key."""
+    """Search at once, and not after the pause that follows a key; return the message and `aria-invalid`."""
     return tab.js(
         """query => {
             const [box, count] = ["#search", "#search-count"].map(each => document.querySelector(each));
@@ -631,9 +631,9 @@ def search(tab, query):
 def test_a_query_that_cannot_be_read_is_told(tab):
     wrong = ["mb=", "mb=5-3", "mb=x", "constructor=1", "kind=F,", "rank>1", "dur>1h", "=5"]
     for query in [*wrong, '"F3', "kind=F or", "or mb=1", "not", "(mb=1)", "mb=1 or or mb=2", '""', "F1|F2"]:
-        told, invalid = search(tab, query)
+        message, invalid = search(tab, query)
         assert invalid == "true", query
-        assert query in told
+        assert query in message
     tab.frame.fill("#search", "")
     tab.until("() => !document.querySelector('#search').hasAttribute('aria-invalid')")
 
@@ -969,7 +969,7 @@ def test_of_more_ranks_those_near_the_fault_are_shown(tab):
 
 
 def test_the_flight_of_replicas_is_shown_at_each_of_them(tab):
-    for run in few(["shards/measured", "shards/replica1/measured"], slice(1, 2)):
+    for run in few(["shards/measured", "shards/replica1/measured"], ["shards/replica1/measured"]):
         tab.show(run, 1)
         tab.until("() => !document.querySelector('#tab-flight').hidden")
         rows = tab.table("flight")

@@ -33,8 +33,8 @@ def test_captured_pieces_have_the_references_bits(mode):
 
 @pytest.mark.parametrize("schedule", few(["zb_v", "dualpipe"], ["dualpipe"]))
 def test_ranks_in_processes_have_the_references_bits(pools, schedule):
-    modes = [(mode, WAYS["captured" if i % 2 else "graph"]) for i, mode in enumerate(jobs.MODES)]
-    modes = few(modes, slice(1, None, 3))
+    every = [(mode, WAYS["captured" if i % 2 else "graph"]) for i, mode in enumerate(jobs.MODES)]
+    modes = few(every, slice(1, None, 3))
     for results in pools(2).run(jobs.compare_ranks, schedule, modes):
         assert [(mode, at) for mode, at in results if at] == []
 

@@ -49,6 +49,8 @@ export const causeClass = (cause) => Math.max(0, CAUSES.indexOf(cause));
 /** The inks of the classes of causes. */
 export const inks = ({ causes }) => CAUSES.map((cause) => causes[cause]);
 
+const IMAGES = new Map();
+
 /** The pattern of a class of causes as a CSS image; to encode one takes a millisecond, so each is kept. */
 export function patternImage(theme, at) {
   const ink = inks(theme)[at];
@@ -56,8 +58,6 @@ export function patternImage(theme, at) {
   if (!IMAGES.has(key)) IMAGES.set(key, image(PATTERNS[at], ink));
   return IMAGES.get(key);
 }
-
-const IMAGES = new Map();
 
 function image(pattern, ink) {
   const tile = document.createElement("canvas");
