@@ -264,11 +264,11 @@ OF_COLUMNS = ("reduction", "autocast")
 """Faults of both ranks of a pipeline, which agree."""
 
 
-def step_of_layers(function=layer, **options):
+def step_of_layers(mesh, function=layer, **options):
     """A step of 2 x 2 processes, whose last stage has another function."""
     pipeline = fpipe.Pipeline([layer, function], loss=F.mse_loss)
     plan = pipeline.plan(fpipe.Placement.loop(ranks=2), microbatches=2)
-    handler = handlers.Distributed(mesh_of(2, 2, names=("pp", "tp"))["pp"], timeout=20)
+    handler = handlers.Distributed(mesh["pp"], timeout=20)
     return step_of("one_f_one_b", pipeline, plan, handler, **options)
 
 
@@ -286,9 +286,14 @@ def wrong(rank, fault, first):
     Args:
         first: the first step of a function is wrong, and a later one; otherwise one of a function that has worked.
     """
-    mesh = mesh_of(2, 2, names=("pp", "tp"))
+    names = ("pp", "tp")
+    if fault in TRACED:  # the handler may end with it, and the groups of its mesh
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    else:
+        mesh = mesh_of(2, 2, names=names)
     changes = WRONG[fault] if rank == 3 or fault == "heads" or (rank == 1 and fault in OF_COLUMNS) else {}
-    step = step_of_layers(changes.get("function", layer), **changes.get("options", {})) if first else shared_step()
+    function, options = changes.get("function", layer), changes.get("options", {})
+    step = step_of_layers(mesh, function, **options) if first else shared_step(mesh)
 
     def run(changes):
         batch, rng = changes.get("batch", torch.ones(ROWS, 4)), changes.get("rng", (0, 1))
