@@ -70,9 +70,8 @@ def job(
     plans = {key: ordered(*key, ranks, trained, models.LAYERS // ranks * layer) for key in keys}
     costs = {key: replace(profile(plans[key][1], trained, layer, handler), communication=link) for key in keys}
 
-    def predict(key: tuple[str, str]) -> float:
-        schedule, plan = plans[key]
-        return fpipe.simulate(schedule, plan, predictions.with_host(costs[key], plan, host.seconds())).makespan
+    def predict(key: tuple[str, str]) -> predictions.Prediction:
+        return predictions.Prediction(fpipe.lower(*plans[key]), costs[key], host.seconds())
 
     results = predictions.compare(steps, predict, rounds)
     first = results[keys[0]]

@@ -20,7 +20,8 @@ Predictions (`benchmarks.predictions`) are `simulate` and `verify(...).peak_byte
 before each step where stages compute, the host's time for a piece, and a measured link between ranks. Bytes are those
 of the live values of the rank with the most, measured by `LiveBytes`. A round runs every way in turn; times are medians
 of the rounds, `ratio` is measured over predicted, and `over_plain` over the plain step, as medians of the rounds' with
-quartiles. Before anything is timed, the gradients of all ways are compared in bits.
+quartiles. `by own` is predicted with the times of the measured step's own pieces. Before anything is timed, the
+gradients of all ways are compared in bits.
 """
 
 from __future__ import annotations
@@ -116,14 +117,19 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     ways, own = passes(schedule, plan, costs), pipeline.params_on(params, plan, rank)
     live = {way: fpipe.LiveBytes() for way in WAYS}
     make = partial(fpipe.value_and_grad, pipeline, schedule, plan, **options)
-    steps = {way: partial(make(offload=ways[way]), own, batch, target) for way in WAYS}
+
+    def recorded(way: str) -> predictions.Recorded:
+        recording = fpipe.Recording(fpipe.lower(schedule, plan, offload=ways[way]))
+        step = make(offload=ways[way], observe=recording)
+        return predictions.Recorded(partial(step, own, batch, target), recording)
+
+    steps = {way: recorded(way) for way in WAYS}
     compare([step() for step in steps.values()])
     peaks = {way: peak(make(offload=ways[way], observe=live[way]), live[way], own, batch, target) for way in WAYS}
 
-    def predict(way: str) -> float:
+    def predict(way: str) -> predictions.Prediction:
         now = costs if name == "timed" else profile(predictions.REPEATS)
-        now = predictions.with_host(now, plan, host.seconds())
-        return fpipe.simulate(schedule, plan, now, offload=ways[way]).makespan
+        return predictions.Prediction(steps[way].programs, now, host.seconds())
 
     results = predictions.compare(steps, predict, rounds)
     yield [row(name, way, plan, costs, ways[way], peaks[way], results) for way in WAYS]
@@ -175,11 +181,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     title = "{table}: {schedule} on {ranks} ranks, {microbatches} microbatches, {rounds} rounds"
     print(f"\n{title.format(**rows[0])}; MiB of live values of the rank with the most")
     print(f"{'':10}{'offloads':>9} {'recomputes':>10} {'predicted':>10} {'measured':>9}", end="")
-    print(f" {'ms predicted':>13} {'measured':>9} {'ratio':>6} {'over plain':>11} {'quartiles':>13}")
+    print(f" {'ms predicted':>13} {'measured':>9} {'ratio':>6} {'by own':>8} {'ratio':>6}", end="")
+    print(f" {'over plain':>11} {'quartiles':>13}")
     for r in rows:
         predicted, measured = (r[f"{which}_bytes"] / 2**20 for which in ("predicted", "measured"))
         print(f"{r['way']:10}{r['offloads']:9} {r['recomputes']:10} {predicted:10.2f} {measured:9.2f}", end="")
         print(f" {r['predicted_ms']:13.1f} {r['measured_ms']:9.1f} {r['ratio']:6.3f}", end="")
+        print(f" {r['by_own_ms']:8.1f} {r['own_ratio']:6.3f}", end="")
         print(f" {r['over_plain']:11.3f} {predictions.quartiles(r, 'over_plain'):>13}", flush=True)
 
 

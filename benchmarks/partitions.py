@@ -27,8 +27,10 @@ Measured is the period of a loop of `train_step` without barriers, because the s
 chosen once, by the costs of the layers, from `fpipe.profile` or the times that they sleep. Its prediction
 (`benchmarks.predictions`) is the period by `simulate`, with a profile of its stages, in `real` right before each loop,
 the time of the host for a piece, and a measured link. Times are medians of rounds in which all layouts take turns;
-`over` is that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `simulated` has the
-cost, which is the least that a period can be. `bound` is what no layout of the layers costs less than.
+`over` is that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `by own` is predicted
+with the times of the measured steps' own pieces in place of the profile's, for a machine whose speed changes within a
+loop. `simulated` has the cost, which is the least that a period can be. `bound` is what no layout of the layers costs
+less than.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from __future__ import annotations
 import json
 import pathlib
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -292,7 +294,14 @@ def job(rank: int, ranks: int, table: str, rounds: int) -> Iterator[list[dict[st
     process = Process(rank, ranks, table)
     chosen = process.layouts()
     loops = {way: process.loop(found) for way, found in chosen.items()}
-    results = predictions.compare(loops, process.predictor(chosen), rounds, partial(predictions.period, steps=LOOP))
+    costs = {way: process.costs(found) for way, found in chosen.items()}
+
+    def predict(way: str) -> predictions.Prediction:
+        if not process.is_timed:
+            costs[way] = process.costs(chosen[way])
+        return predictions.Prediction(loops[way].programs, costs[way], process.host.seconds(), LOOP)
+
+    results = predictions.compare(loops, predict, rounds, partial(predictions.period, steps=LOOP))
     sizes = {way: process.sizes(found) if table == "moved4" else {} for way, found in chosen.items()}
     rows = {way: row(table, table, way, found, chosen, results, process.host) for way, found in chosen.items()}
     yield [each | sizes[way] for way, each in rows.items()]
@@ -330,24 +339,18 @@ class Process:
         costs = fpipe.profile(*self.layers.pipeline(cuts), *self.layers.data(count), **options)
         return replace(costs, communication=self.link)
 
-    def predictor(self, chosen: dict[str, Found]) -> Callable[[str], float]:
-        """Return a function that returns the seconds of a layout, as the machine is when it is called."""
+    def costs(self, found: Found) -> Costs:
+        """Return the costs of a layout's stages, as the machine is when it is called."""
+        return self.profile(found.cuts, predictions.REPEATS)
 
-        def profile(way: str) -> Costs:
-            return self.profile(chosen[way].cuts, predictions.REPEATS)
-
-        first = {way: profile(way) for way in chosen} if self.is_timed else {}
-
-        def predict(way: str) -> float:
-            return period(chosen[way], first[way] if self.is_timed else profile(way), self.host.seconds())
-
-        return predict
-
-    def loop(self, found: Found) -> periods.Loop:
+    def loop(self, found: Found) -> predictions.Recorded:
         """Return a training loop of a layout."""
         pipeline, params, options = self.step(found)
-        train = fpipe.train_step(pipeline, found.schedule, found.plan, self.optimizer, **options)
-        return periods.Loop(train, params, self.optimizer, *self.layers.data(found.plan.microbatches))
+        updated = schedules.updating(found.schedule)
+        recording = fpipe.Recording(fpipe.lower(updated, found.plan, offload=found.offload))
+        train = fpipe.train_step(pipeline, found.schedule, found.plan, self.optimizer, observe=recording, **options)
+        loop = periods.Loop(train, params, self.optimizer, *self.layers.data(found.plan.microbatches))
+        return predictions.Recorded(loop, recording, runs=LOOP // 2)
 
     def sizes(self, found: Found) -> dict[str, Any]:
         """Return the most live bytes of the rank that has the most, predicted and measured."""
@@ -363,13 +366,6 @@ class Process:
         pipeline, params = self.layers.pipeline(found.cuts)
         options = {"handler": self.handler, "autodiff": "graph", "offload": found.offload}
         return pipeline, pipeline.params_on(params, found.plan, self.handler.rank), options
-
-
-def period(found: Found, costs: Costs, host: float) -> float:
-    """Return the predicted seconds of a step in a loop, by the costs of its stages."""
-    costs = predictions.with_host(costs, found.plan, host)
-    updated = schedules.updating(found.schedule)
-    return fpipe.simulate(updated, found.plan, costs, offload=found.offload, steps=LOOP).period
 
 
 def simulated(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -431,11 +427,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f", the host's time for a piece {first['host_ms']:.2f} ms" if first["rounds"] else "", end="")
     print(f", {first['rounds']} rounds" if first["rounds"] else ", simulated")
     print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
+    print(f"{'by own':>8}{'ratio':>7}", end="")
     print(f"{'over':>7}{'memory':>11}  layers")
     for r in rows:
-        measured = f"{'':31}"
+        measured = f"{'':46}"
         if r["rounds"]:
             measured = f"{r['measured_ms']:10.1f}{r['ratio']:7.3f}{predictions.quartiles(r, 'ratio'):>14}"
+            measured += f"{r['by_own_ms']:8.1f}{r['own_ratio']:7.3f}"
         moves = f" (residuals {r['residuals']})" if r["residuals"] else ""
         layers = " ".join(map(str, r["layers"]))
         print(f"{r['way']:12}{r['schedule']:18}{r['predicted_ms']:10.1f}{measured}", end="")

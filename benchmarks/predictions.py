@@ -4,17 +4,22 @@ A prediction is `simulate` with costs of `fpipe.profile`, with the time of the h
 piece (`with_host`), and with a measured link (`ping`). Where pieces compute, the speed of the machine changes by more
 than a prediction may be off, for seconds at a time, so each measured step has a profile of its own, right before it
 (`compare`). A ratio is measured over predicted.
+
+Where the speed changes within a step too, the profile before it is of another machine. So a step can be recorded
+(`Recorded`), and is then also predicted with the times of its own pieces: what still differs is the simulator's.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +27,12 @@ from torch import Tensor
 
 import fpipe
 from benchmarks import models
-from fpipe import Costs, Link, Pipeline, Placement, Plan, handlers
+from fpipe import Costs, Link, Measurement, Pipeline, Placement, Plan, Recording, handlers
+from fpipe.effects import parts
+from fpipe.programs.program import Programs, plan_of
 from fpipe.schedules.grouping import Grouping
+from fpipe.tables import TABLE, Table
+from fpipe.timelines.simulator import simulate_programs
 
 T = TypeVar("T")
 Key = TypeVar("Key")
@@ -132,6 +141,43 @@ def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
     return Grouping(plan, [1] * plan.stages, host).costs(costs, plan)
 
 
+class Prediction(NamedTuple):
+    """What predicts a step, or one of a loop without barriers: `simulate` with the host's time in that of each piece.
+
+    Args:
+        programs: as they run.
+        costs, host: of the stages, and of the host for a piece.
+        steps: of the loop.
+    """
+
+    programs: Programs
+    costs: Costs
+    host: float
+    steps: int = 1
+
+    def seconds(self, own: Mapping[Any, float] | None = None) -> float:
+        """Return the time of the step.
+
+        Args:
+            own: the seconds of each piece and update, by their effects, in place of those of the costs.
+        """
+        programs, costs = self.programs, with_host(self.costs, plan_of(self.programs), self.host)
+        if own is not None:
+            table, costs = timed_by(own, self.host), replace(self.costs, overlap=None)
+            programs = {rank: replace(program, table=table) for rank, program in programs.items()}
+        return simulate_programs(programs, costs, self.steps).period
+
+
+def timed_by(own: Mapping[Any, float], host: float) -> Table:
+    """Return the table in which each effect that has a time of its own takes that, and a piece the host's time too."""
+
+    def time_of(extra: float) -> Callable[[Any, object], float]:
+        return lambda effect, _: own[effect] + extra
+
+    rows = {kind: TABLE.effects[kind] for kind in {type(effect) for effect in own}}
+    return TABLE.extended({kind: row._replace(time=time_of(host if row.work else 0.0)) for kind, row in rows.items()})
+
+
 def on_first(compute: Callable[[], T]) -> T:
     """Return the result of a function that one process calls, where there are several."""
     if not dist.is_initialized():
@@ -170,22 +216,68 @@ def period(step: Callable[[], object], steps: int, between: Callable[[], object]
     return 1e3 * (ends[-1] - ends[half - 1]) / (steps - half)
 
 
+class Recorded:
+    """A step that is recorded, for predictions with the times of its own pieces.
+
+    Args:
+        step: the recording observes it.
+        runs: how many of the last ones count. A piece's time is the mean over them.
+    """
+
+    def __init__(self, step: Callable[[], object], recording: Recording, runs: int = 1) -> None:
+        self.step, self.recording, self.runs = step, recording, deque[Measurement](maxlen=runs)
+        self.programs = recording.programs
+
+    def __call__(self) -> object:
+        result = self.step()
+        self.runs.append(self.recording.measurement())
+        return result
+
+    def times(self) -> dict[Any, float]:
+        """Return the seconds of each piece and update of all ranks, by their effects. Every process calls it.
+
+        Two passes that run together take half of their time each; an update of a stage with copies takes that of the
+        slower one.
+        """
+        seconds: dict[Any, float] = {}
+        for run in self.runs:
+            line = run.timeline(partial=True)
+            for span in (span for rank in run.columns for span in line.compute(rank)):
+                both = parts(span.effect)
+                for part in both:
+                    took = (span.end - span.start) / len(both) / len(self.runs)
+                    seconds[part] = seconds.get(part, 0.0) + took
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, seconds)
+        return {effect: max(own.get(effect, 0.0) for own in each) for effect in {*itertools.chain(*each)}}
+
+
 @dataclass
 class Rounds:
-    """A figure of each round, predicted and measured: the milliseconds of a step, or its bytes."""
+    """A figure of each round, predicted and measured: the milliseconds of a step, or its bytes.
+
+    Args:
+        by_own: predicted with the times of the step's own pieces, if it is recorded.
+    """
 
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
+    by_own: list[float] = field(default_factory=list)
 
     def figures(self, unit: str = "_ms") -> dict[str, Any]:
         """Return medians, of the ratios of each round with quartiles; names of figures end with the unit."""
-        ratios = [a / b for a, b in zip(self.measured, self.predicted, strict=True)]
-        return {
+        figures = {
             f"predicted{unit}": statistics.median(self.predicted),
             f"measured{unit}": statistics.median(self.measured),
-            **spread("ratio", ratios),
-            "rounds": len(ratios),
+            **self._ratios("ratio", self.predicted),
+            "rounds": len(self.predicted),
         }
+        if self.by_own:
+            figures |= {f"by_own{unit}": statistics.median(self.by_own), **self._ratios("own_ratio", self.by_own)}
+        return figures
+
+    def _ratios(self, name: str, predicted: Sequence[float]) -> dict[str, Any]:
+        return spread(name, [a / b for a, b in zip(self.measured, predicted, strict=True)])
 
     def over(self, others: Rounds) -> list[float]:
         """Return the measured times of each round over those of another step."""
@@ -205,15 +297,15 @@ def quartiles(row: Mapping[str, Any], name: str) -> str:
 
 def compare(
     steps: Mapping[Key, Callable[[], object]],
-    predict: Callable[[Key], float],
+    predict: Callable[[Key], float | Prediction],
     rounds: int,
     measure: Callable[[Callable[[], object]], float] = milliseconds,
 ) -> dict[Key, Rounds]:
     """Run all steps in turn in each round, after one of each that does not count.
 
     Args:
-        predict: returns the seconds of a step. It is called right before the step, so that what it profiles is of
-            the machine's speed at that time.
+        predict: returns the seconds of a step, or what predicts it: of one that is `Recorded`, the latter. It is called
+            right before the step, so that what it profiles is of the machine's speed at that time.
         measure: returns the milliseconds of a step.
     """
     for step in steps.values():
@@ -221,6 +313,10 @@ def compare(
     results = {key: Rounds() for key in steps}
     for _ in range(rounds):
         for key, step in steps.items():
-            results[key].predicted.append(1e3 * predict(key))
+            found = predict(key)
+            results[key].predicted.append(1e3 * (found.seconds() if isinstance(found, Prediction) else found))
             results[key].measured.append(measure(step))
+            if isinstance(step, Recorded):
+                assert isinstance(found, Prediction)
+                results[key].by_own.append(1e3 * found.seconds(step.times()))
     return results

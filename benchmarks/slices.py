@@ -17,7 +17,8 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
 
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile(slices=)`, in `real` right before
 each step, the host's time for a piece, and a measured link. Times are medians of rounds in which all cases take turns,
-`ratio` is the median of the rounds' ratios. `over` is the measured time, or the bytes, over those of whole sequences
+`ratio` is the median of the rounds' ratios. `by own` is predicted with the times of the measured step's own pieces.
+`over` is the measured time, or the bytes, over those of whole sequences
 under the same kind of schedule.
 """
 
@@ -95,6 +96,10 @@ class Process:
         own = self.pipeline.params_on(self.params, plan, self.handler.rank)
         return partial(step, own, *data(self.kind, MICROBATCHES))
 
+    def recorded(self, case: Case) -> predictions.Recorded:
+        recording = fpipe.Recording(fpipe.lower(case.schedule, self.plan(case)))
+        return predictions.Recorded(self.step(case, recording), recording)
+
     def profile(self, slices: int, repeats: int) -> Costs:
         count = models.PROFILED if self.kind == "real" else 1
         options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "repeats": repeats}
@@ -119,7 +124,7 @@ def over(row: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def times(process: Process, rounds: int) -> list[dict[str, Any]]:
-    steps = {case: process.step(case) for case in process.cases}
+    steps = {case: process.recorded(case) for case in process.cases}
     counts, is_timed = sorted({case.slices for case in steps}), process.kind == "timed"
     stage = timed.brief if is_timed else predictions.busy
     most = max(counts)
@@ -127,10 +132,9 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
     host = predictions.Host(process.handler, RANKS[process.kind], process.link, MICROBATCHES * most, stage, size=size)
     first = {slices: process.profile(slices, models.REPEATS) for slices in counts} if is_timed else {}
 
-    def predict(case: Case) -> float:
+    def predict(case: Case) -> predictions.Prediction:
         costs = first[case.slices] if is_timed else process.profile(case.slices, predictions.REPEATS)
-        plan = process.plan(case)
-        return fpipe.simulate(case.schedule, plan, predictions.with_host(costs, plan, host.seconds())).makespan
+        return predictions.Prediction(steps[case].programs, costs, host.seconds())
 
     results = predictions.compare(steps, predict, rounds)
     return [row(process.kind, case, result) for case, result in results.items()]
@@ -185,10 +189,11 @@ def row(kind: str, case: Case, result: predictions.Rounds) -> dict[str, Any]:
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for each in rows:
         factor, unit = (2**-20, "MiB") if each["unit"] == "bytes" else (1, "ms")
+        own = f", by own {each['own_ratio']:.3f}" if "own_ratio" in each else ""
         print(
             f"{each['kind']:6}  {each['ranks']} ranks  {each['schedule']:8}  {each['slices']} slices  "
             f"measured {factor * each['measured']:7.2f} {unit}  predicted {factor * each['predicted']:7.2f}  "
-            f"({each['ratio']:.3f})  over whole {each['over']:.3f}",
+            f"({each['ratio']:.3f}{own})  over whole {each['over']:.3f}",
             flush=True,
         )
         for name, sizes in each.get("by_rank", {}).items():

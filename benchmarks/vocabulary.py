@@ -24,15 +24,16 @@ Five ways take turns:
 
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile`, the host's time for a piece, and
 a measured link. Those of `real` are of the stages of each way, whose pieces take less than those of their layers
-together, and of each step. A step is timed from a barrier to a barrier; times are medians of rounds, `ratio` is that
-of the rounds' ratios. `over` says how many times as fast as `1f1b` a way is, the median of the rounds'. Bytes are
-`fpipe.footprint` of the rank with the most.
+together, and of each step. `by own` is predicted with the times of the measured step's own pieces in place of the
+profile's, for a machine whose speed changes within a step. A step is timed from a barrier to a barrier; times are
+medians of rounds, `ratio` is that of the rounds' ratios. `over` says how many times as fast as `1f1b` a way is, the
+median of the rounds'. Bytes are `fpipe.footprint` of the rank with the most.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -50,7 +51,7 @@ from fpipe.schedules import Found, vocabulary_1f1b
 from fpipe.schedules.grouping import Grouping, times_of
 from fpipe.schedules.partitions import balanced, levelled
 
-WIDTH, CONTEXT = 256, 64  # of the real model
+WIDTH, CONTEXT = 256, 128  # of the real model
 PER_BLOCK = 12 * WIDTH  # tokens whose rows of the head have the FLOPs of a block
 
 
@@ -210,17 +211,15 @@ class Process:
             return Grouping(self.layers, way.layers).costs(self.of_layers, way.plan)
         return self.profile(not way.layers, [*accumulate(way.layers)][:-1], predictions.REPEATS)
 
-    def predicted(self, way: Way, costs: Costs) -> float:
-        """Return the seconds of a way."""
-        with_host = predictions.with_host(costs, way.plan, self.host.seconds())
-        return fpipe.simulate(way.schedule, way.plan, with_host).makespan
-
-    def step(self, way: Way) -> Callable[[], object]:
+    def step(self, way: Way) -> predictions.Recorded:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
         pipeline, params = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
-        step = fpipe.value_and_grad(pipeline, way.schedule, way.plan, handler=self.handler, autodiff="graph")
+        recording = fpipe.Recording(fpipe.lower(way.schedule, way.plan))
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "observe": recording}
+        step = fpipe.value_and_grad(pipeline, way.schedule, way.plan, **options)
         own = pipeline.params_on(params, way.plan, self.handler.rank)
-        return partial(step, own, *self.model.data(self.table.microbatches, in_parts))
+        data = self.model.data(self.table.microbatches, in_parts)
+        return predictions.Recorded(partial(step, own, *data), recording)
 
 
 def has_no_copies(found: Found) -> bool:
@@ -238,8 +237,10 @@ def job(rank: int, ranks: int, name: str, rounds: int) -> Iterator[list[dict[str
     steps = {key: process.step(way) for key, way in ways.items()}
     costs = {key: process.costs(way) for key, way in ways.items()}
 
-    def predict(key: str) -> float:
-        return process.predicted(ways[key], costs[key] if process.is_timed else process.costs(ways[key]))
+    def predict(key: str) -> predictions.Prediction:
+        if not process.is_timed:
+            costs[key] = process.costs(ways[key])
+        return predictions.Prediction(steps[key].programs, costs[key], process.host.seconds())
 
     results = predictions.compare(steps, predict, rounds)
     sizes = {key: None if process.is_timed else most_bytes(way, costs[key]) for key, way in ways.items()}
@@ -267,13 +268,13 @@ def row(name: str, key: str, way: Way, results: dict[str, predictions.Rounds]) -
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("\n{table}: {ranks} ranks, {microbatches} microbatches, {rounds} rounds".format(**rows[0]))
-    print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}", end="")
+    print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}{'by own':>8}{'ratio':>7}", end="")
     print(f"{'over 1f1b':>11}{'predicted':>11}{'memory':>11}  layers")
     for r in rows:
         memory = "" if r["bytes"] is None else f"{r['bytes'] / 2**20:.1f} MiB"
         layers = " ".join(map(str, r["layers"]))
         print(f"{r['way']:12}{r['schedule']:18}{r['predicted_ms']:10.1f}{r['measured_ms']:10.1f}", end="")
-        print(f"{r['ratio']:7.3f}", end="")
+        print(f"{r['ratio']:7.3f}{r['by_own_ms']:8.1f}{r['own_ratio']:7.3f}", end="")
         print(f"{r['over']:11.2f}{r['predicted_over']:11.2f}{memory:>11}  {layers}".rstrip(), flush=True)
 
 

@@ -19,6 +19,7 @@ from tests.support.tab import CHROMIUM
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
 TIMED = {"predicted_ms", "measured_ms", "ratio", "ratio_quartiles"}
+LONG = 180.0  # seconds for a job that takes half a minute with nothing else running
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
 
 
@@ -182,7 +183,7 @@ def memory_of_slices(rank):
 
 @pytest.mark.skipif(not ALL, reason="profiles of 4 processes take ten seconds: FPIPE_TESTS=all runs it")
 def test_memory_of_slices(pools):
-    rows = pools(4).run(memory_of_slices)[0]
+    rows = pools(4).run(memory_of_slices, limit=LONG)[0]
     for row in rows:
         by_rank = row["by_rank"]
         assert {len(sizes) for sizes in by_rank.values()} == {4}
@@ -224,7 +225,7 @@ def test_partitions(pools):
 
 @pytest.mark.skipif(not ALL, reason="profiles and loops of four processes take ten seconds: FPIPE_TESTS=all runs it")
 def test_residuals_of_layouts_with_less_memory(pools):
-    rows = {row["way"]: row for row in pools(4).run(of_partitions, 4, "moved4")[0]}
+    rows = {row["way"]: row for row in pools(4).run(of_partitions, 4, "moved4", limit=LONG)[0]}
     assert {way: row["residuals"] for way, row in rows.items()} == {
         "1f1b": "",
         "moved": "moved",
@@ -256,7 +257,8 @@ def test_vocabulary_by_timed_stages(pools):
     for row in rows.values():
         assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
         assert row["layers"] == () or sum(row["layers"]) == 10
-        assert row["measured_ms"] > 4 * 3 * 3  # ms that a rank sleeps at least
+        assert min(row["measured_ms"], row["by_own_ms"]) > 4 * 3 * 3  # ms that a rank sleeps at least
+        assert row["own_ratio"] == pytest.approx(row["measured_ms"] / row["by_own_ms"])
     assert min(rows[way]["predicted_over"] for way in ("balanced", "dualpipe")) > 1
 
 
@@ -266,7 +268,8 @@ def test_vocabulary_with_real_compute(printed, tmp_path):
     assert json.loads((tmp_path / "vocabulary.json").read_text())["rows"] == rows
     assert [row["way"] for row in rows] == ["1f1b", "balanced", "named", "dualpipe", "vocabulary"]
     assert all(row["bytes"] > 0 for row in rows)
-    assert rows[-1]["bytes"] < rows[0]["bytes"]  # no rank has the whole matrix
+    assert rows[-1]["bytes"] < rows[1]["bytes"]  # no rank has the whole matrix
+    assert all(row["own_ratio"] == pytest.approx(row["measured_ms"] / row["by_own_ms"]) for row in rows)
 
 
 def of_timed_stages(rank, table, layer):
@@ -400,6 +403,24 @@ def test_the_host_makes_each_piece_longer():
     longer = benchmark("predictions").with_host(costs, plan, 0.5)
     assert (longer.forward, longer.backward) == ((2.5, 2.5), (4.5, 4.5))
     assert simulate("gpipe", plan, longer).makespan == simulate("gpipe", plan, costs).makespan + 2 * 5 * 0.5
+
+
+@pytest.mark.parametrize(("name", "steps"), [("gpipe", 1), ("zb-h1", 3), ("dualpipe", 1)])
+def test_a_prediction_by_own_times_takes_them_for_the_costs(name, steps):
+    """Times that are those of the costs change nothing; a first forward that takes longer delays all that follow."""
+    from fpipe import lower
+    from fpipe.effects import Forward, parts
+    from fpipe.schedules import CATALOGUE, updating
+    from fpipe.tables import TABLE
+
+    predictions, plan = benchmark("predictions"), CATALOGUE[name].plan(2, 4)
+    costs = Costs(forward=2, backward_input=1, backward_weight=3, update=0.5, communication=0.25)
+    schedule = CATALOGUE[name].schedule(plan)
+    prediction = predictions.Prediction(lower(updating(schedule), plan), costs, 0.125, steps)
+    effects = (part for program in prediction.programs.values() for effect in program for part in parts(effect))
+    own = {effect: costs.time(effect) for effect in effects if TABLE.effects[type(effect)].track == "compute"}
+    assert prediction.seconds(own) == prediction.seconds()
+    assert prediction._replace(steps=1).seconds(own | {Forward(0, 0): 9}) >= prediction._replace(steps=1).seconds() + 7
 
 
 @pytest.mark.parametrize("option", [("--ranks", "3"), ("--width", "33"), ("--schedules", "zb-h1"), ("--out", "x.txt")])

@@ -287,10 +287,8 @@ def wrong(rank, fault, first):
         first: the first step of a function is wrong, and a later one; otherwise one of a function that has worked.
     """
     names = ("pp", "tp")
-    if fault in TRACED:  # the handler may end with it, and the groups of its mesh
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    else:
-        mesh = mesh_of(2, 2, names=names)
+    # The handler may end with a fault of TRACED, and the groups of its mesh, which is then its own.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if fault in TRACED else mesh_of(2, 2, names=names)
     changes = WRONG[fault] if rank == 3 or fault == "heads" or (rank == 1 and fault in OF_COLUMNS) else {}
     function, options = changes.get("function", layer), changes.get("options", {})
     step = step_of_layers(mesh, function, **options) if first else shared_step(mesh)
