@@ -14,8 +14,9 @@ A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.pro
 `Costs(scale=)`, the host's time for a piece, and a measured link. The scale is interpolated between profiles of the
 shortest, the average and the longest length, because a part of a piece's time, the host's above all, is the same for
 every length; each step has profiles of its own, right before it. The work is that of the busiest rank, predicted. All
-are medians of rounds; `ratio` is the median of the rounds' ratios. Steps are measured from a barrier to a barrier; the
-first call of a step, which traces every length, is not counted.
+are medians of rounds; `ratio` is the median of the rounds' ratios. `by own` is predicted with the times of the measured
+step's own pieces. Steps are measured from a barrier to a barrier; the first call of a step, which traces every length,
+is not counted.
 """
 
 from __future__ import annotations
@@ -98,30 +99,33 @@ def of_schedule(
     plan = CATALOGUE[name].plan(RANKS[kind], MICROBATCHES)
     pipeline, params = model(kind, plan.stages)
     schedule = CATALOGUE[name].schedule(plan)
-    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph")
+    recording = fpipe.Recording(fpipe.lower(schedule, plan))
+    step = fpipe.value_and_grad(pipeline, schedule, plan, handler=handler, autodiff="graph", observe=recording)
     lengths, calls = {}, {}
     for sigma, (order, ordered) in product(sigmas, ORDERS.items()):
         each = drawn(sigma)
         each = lengths[sigma, order] = [each[i] for i in ordered(each)]
         batch, target = map(Microbatches, zip(*(data(kind, n) for n in each), strict=True))
-        calls[sigma, order] = partial(step, pipeline.params_on(params, plan, handler.rank), batch, target)
+        call = partial(step, pipeline.params_on(params, plan, handler.rank), batch, target)
+        calls[sigma, order] = predictions.Recorded(call, recording)
     every = [length for each in lengths.values() for length in each]
     count = 1 if kind == "timed" else models.PROFILED
     options: dict[str, Any] = {"microbatches": count, "autodiff": "graph", "handler": handler}
     work = {case: list[float]() for case in lengths}
 
-    def profile(length: int, seconds: float) -> Costs:
+    def profile(length: int) -> Costs:
         each = data(kind, length, count)
         costs = fpipe.profile(pipeline, params, *each, repeats=predictions.REPEATS, **options)
-        return predictions.with_host(replace(costs, communication=link), plan, seconds)
+        return replace(costs, communication=link)
 
-    def predict(case: tuple[float, str]) -> float:
-        seconds, each = host.seconds(), lengths[case]
-        profiles = {length: profile(length, seconds) for length in sorted({min(every), LENGTH, max(every)})}
-        factors = {"scale": scales(profiles, each), "sizes": [length / LENGTH for length in each]}
-        timeline = fpipe.simulate(schedule, plan, replace(profiles[LENGTH], **factors))
-        work[case].append(1e3 * max(timeline.busy))
-        return timeline.makespan
+    def predict(case: tuple[float, str]) -> predictions.Prediction:
+        (seconds, own), each = host.both(), lengths[case]
+        profiles = {length: profile(length) for length in sorted({min(every), LENGTH, max(every)})}
+        longer = {length: predictions.with_host(costs, plan, seconds) for length, costs in profiles.items()}
+        factors = {"scale": scales(longer, each), "sizes": [length / LENGTH for length in each]}
+        prediction = predictions.Prediction(recording.programs, replace(profiles[LENGTH], **factors), seconds, own)
+        work[case].append(1e3 * max(prediction.timeline().busy))
+        return prediction
 
     return [
         {"stages": kind, "ranks": plan.ranks, "schedule": name, "sigma": case[0], "order": case[1]}
@@ -143,7 +147,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         measured, predicted, work = (row[key] for key in ("measured_ms", "predicted_ms", "work_ms"))
         print(
             f"{row['stages']:5}  {row['ranks']} ranks  {row['schedule']:6}  sigma {row['sigma']:g}  {row['order']:5}  "
-            f"measured {measured:6.0f} ms  predicted {predicted:6.0f} ms  ({row['ratio']:.3f})  "
+            f"measured {measured:6.0f} ms  predicted {predicted:6.0f} ms  ({row['ratio']:.3f}, by own "
+            f"{row['own_ratio']:.3f})  "
             f"over the work {measured / work:.2f}",
             flush=True,
         )

@@ -119,9 +119,8 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     make = partial(fpipe.value_and_grad, pipeline, schedule, plan, **options)
 
     def recorded(way: str) -> predictions.Recorded:
-        recording = fpipe.Recording(fpipe.lower(schedule, plan, offload=ways[way]))
-        step = make(offload=ways[way], observe=recording)
-        return predictions.Recorded(partial(step, own, batch, target), recording)
+        programs = fpipe.lower(schedule, plan, offload=ways[way])
+        return predictions.recorded(partial(make, offload=ways[way]), programs, own, batch, target)
 
     steps = {way: recorded(way) for way in WAYS}
     compare([step() for step in steps.values()])
@@ -129,7 +128,7 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
 
     def predict(way: str) -> predictions.Prediction:
         now = costs if name == "timed" else profile(predictions.REPEATS)
-        return predictions.Prediction(steps[way].programs, now, host.seconds())
+        return predictions.Prediction(steps[way].programs, now, *host.both())
 
     results = predictions.compare(steps, predict, rounds)
     yield [row(name, way, plan, costs, ways[way], peaks[way], results) for way in WAYS]

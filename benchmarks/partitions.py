@@ -21,7 +21,7 @@ numbers of layers, the embedding before the first and the head after the last of
 or with two. `named` is the schedule that is best on stages balanced by time, as `interop.split(policy="balanced")`
 makes them. `published` is the best of all schedules in a fixed order, each on the cuts that are searched for it, and
 `found` is what `schedules.search(layouts=True)` finds, from a profile of the layers. The last three keep to the memory
-that the larger of the first two takes, with a quarter more where they are measured, the former where it can.
+that the larger of the first two takes, with more where they are measured (`ROOM`), the former where it can.
 
 Measured is the period of a loop of `train_step` without barriers, because the search makes that least. A layout is
 chosen once, by the costs of the layers, from `fpipe.profile` or the times that they sleep. Its prediction
@@ -62,7 +62,8 @@ from fpipe.timelines.simulator import simulate_programs
 
 RANKS = {"real": 2, "timed4": 4, "timed8": 8, "profiled4": 4, "moved4": 4, "simulated": 8}
 MICROBATCHES = {"real": 8, "timed4": 16, "timed8": 24, "profiled4": 16, "moved4": 16, "simulated": 32}
-ROOM = {"simulated": 1.0}  # memory over that of the guides; measured tables have a quarter more, so that nothing moves
+ROOM = {"simulated": 1.0, "real": 1.5}
+"""Memory over that of the guides, by default 1.25, so that nothing moves: a copy would take a core from a rank."""
 PUBLISHED = [entry.name for entry in CATALOGUE.values() if not entry.limited and entry.slices in (None, 1)]
 GUIDES = {"1f1b": "1f1b", "interleaved": "interleaved-1f1b"}
 HALVES = ("forward", "backward_input", "backward_weight")
@@ -294,12 +295,12 @@ def job(rank: int, ranks: int, table: str, rounds: int) -> Iterator[list[dict[st
     process = Process(rank, ranks, table)
     chosen = process.layouts()
     loops = {way: process.loop(found) for way, found in chosen.items()}
-    costs = {way: process.costs(found) for way, found in chosen.items()}
+    costs = {way: process.costs(found) for way, found in chosen.items()} if process.is_timed else {}
 
     def predict(way: str) -> predictions.Prediction:
         if not process.is_timed:
             costs[way] = process.costs(chosen[way])
-        return predictions.Prediction(loops[way].programs, costs[way], process.host.seconds(), LOOP)
+        return predictions.Prediction(loops[way].programs, costs[way], *process.host.both(), LOOP)
 
     results = predictions.compare(loops, predict, rounds, partial(predictions.period, steps=LOOP))
     sizes = {way: process.sizes(found) if table == "moved4" else {} for way, found in chosen.items()}
@@ -350,7 +351,7 @@ class Process:
         recording = fpipe.Recording(fpipe.lower(updated, found.plan, offload=found.offload))
         train = fpipe.train_step(pipeline, found.schedule, found.plan, self.optimizer, observe=recording, **options)
         loop = periods.Loop(train, params, self.optimizer, *self.layers.data(found.plan.microbatches))
-        return predictions.Recorded(loop, recording, runs=LOOP // 2)
+        return predictions.Recorded(loop, recording, runs=LOOP - LOOP // 2)
 
     def sizes(self, found: Found) -> dict[str, Any]:
         """Return the most live bytes of the rank that has the most, predicted and measured."""

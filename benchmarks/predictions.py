@@ -5,8 +5,9 @@ piece (`with_host`), and with a measured link (`ping`). Where pieces compute, th
 than a prediction may be off, for seconds at a time, so each measured step has a profile of its own, right before it
 (`compare`). A ratio is measured over predicted.
 
-Where the speed changes within a step too, the profile before it is of another machine. So a step can be recorded
-(`Recorded`), and is then also predicted with the times of its own pieces: what still differs is the simulator's.
+Where the speed changes within a step too, no profile before it fits. So a step can be recorded (`Recorded`), and is
+then also predicted with the times of its own pieces, "by own". Transfers and copies take as long as in the first
+prediction, and the host's time is that outside of pieces.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import datetime
 import itertools
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import sub
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -27,8 +29,8 @@ from torch import Tensor
 
 import fpipe
 from benchmarks import models
-from fpipe import Costs, Link, Measurement, Pipeline, Placement, Plan, Recording, handlers
-from fpipe.effects import parts
+from fpipe import Costs, Link, Measurement, Pipeline, Placement, Plan, Recording, Timeline, handlers
+from fpipe.effects import Update, parts
 from fpipe.programs.program import Programs, plan_of
 from fpipe.schedules.grouping import Grouping
 from fpipe.tables import TABLE, Table
@@ -89,7 +91,8 @@ class Host:
     """The time by which the host makes a piece longer, with the posts of its transfers.
 
     It is what a step of GPipe takes beyond its prediction, over the 2 (m + p - 1) pieces of m microbatches on p ranks
-    that run one after another. What a step takes once is a part of it.
+    that run one after another. What a step takes once is a part of it. There are two: beyond the prediction by a
+    profile, which has what gloo's threads take from the pieces, and beyond that by the step's own pieces.
 
     Args:
         microbatches: of the measured steps.
@@ -117,18 +120,27 @@ class Host:
         some = [x[: models.PROFILED] for x in data]
         profiled = partial(fpipe.profile, pipeline, params, *some, microbatches=len(some[0]), repeats=models.REPEATS)
         self.costs: Callable[[], Costs] = partial(profiled, **options) if costs is None else lambda: costs
-        self.predicted = lambda: fpipe.simulate("gpipe", plan, replace(self.costs(), communication=link)).makespan
-        self.pieces, self.times = 2 * (microbatches + ranks - 1), list[float]()
-        step = fpipe.value_and_grad(pipeline, "gpipe", plan, **options)
-        self.step = partial(step, pipeline.params_on(params, plan, handler.rank), *data)
+        self.link, self.pieces, self.times = link, 2 * (microbatches + ranks - 1), list[float]()
+        make = partial(fpipe.value_and_grad, pipeline, "gpipe", plan, **options)
+        own = pipeline.params_on(params, plan, handler.rank)
+        self.step = recorded(make, fpipe.lower("gpipe", plan), own, *data)
         self.step()
 
     def seconds(self) -> float:
-        """Measure it, as on rank 0."""
-        predicted = self.predicted()
-        took = 1e-3 * statistics.median(milliseconds(self.step) for _ in range(models.REPEATS))
-        self.times.append(on_first(lambda: max(0.0, took - predicted) / self.pieces))
-        return self.times[-1]
+        """Measure it, as on rank 0, beyond the prediction by a profile."""
+        return self.both()[0]
+
+    def both(self) -> tuple[float, float]:
+        """Measure both, as on rank 0."""
+        prediction = Prediction(self.step.programs, replace(self.costs(), communication=self.link))
+        predicted, took, by_own = prediction.seconds(), list[float](), list[float]()
+        for _ in range(models.REPEATS):
+            took.append(1e-3 * milliseconds(self.step))
+            by_own.append(prediction.seconds(self.step.times()))
+        more = statistics.median(took) - predicted, statistics.median(map(sub, took, by_own))
+        beyond_profile, beyond_own = on_first(lambda: [max(0.0, each) / self.pieces for each in more])
+        self.times.append(beyond_profile)
+        return beyond_profile, beyond_own
 
     @property
     def milliseconds(self) -> float:
@@ -142,40 +154,47 @@ def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
 
 
 class Prediction(NamedTuple):
-    """What predicts a step, or one of a loop without barriers: `simulate` with the host's time in that of each piece.
+    """All from which a step is predicted, or one of a loop without barriers: by `simulate`, with the host's time.
 
     Args:
         programs: as they run.
-        costs, host: of the stages, and of the host for a piece.
+        costs: of the stages, by a profile.
+        host, own_host: the host's times for a piece, as of `Host.both`.
         steps: of the loop.
     """
 
     programs: Programs
     costs: Costs
-    host: float
+    host: float = 0.0
+    own_host: float = 0.0
     steps: int = 1
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
-        """Return the time of the step.
+        """Return the time of the step; see `timeline`."""
+        return self.timeline(own).period
+
+    def timeline(self, own: Mapping[Any, float] | None = None) -> Timeline:
+        """Return the predicted timeline.
 
         Args:
             own: the seconds of each piece and update, by their effects, in place of those of the costs.
         """
-        programs, costs = self.programs, with_host(self.costs, plan_of(self.programs), self.host)
-        if own is not None:
-            table, costs = timed_by(own, self.host), replace(self.costs, overlap=None)
-            programs = {rank: replace(program, table=table) for rank, program in programs.items()}
-        return simulate_programs(programs, costs, self.steps).period
+        if own is None:
+            costs = with_host(self.costs, plan_of(self.programs), self.host)
+            return simulate_programs(self.programs, costs, self.steps)
+        table = timed_by(own, self.own_host)
+        programs = {rank: replace(program, table=table) for rank, program in self.programs.items()}
+        return simulate_programs(programs, replace(self.costs, overlap=None), self.steps)
 
 
 def timed_by(own: Mapping[Any, float], host: float) -> Table:
     """Return the table in which each effect that has a time of its own takes that, and a piece the host's time too."""
 
-    def time_of(extra: float) -> Callable[[Any, object], float]:
-        return lambda effect, _: own[effect] + extra
+    def time_of(effect: Any, _: object) -> float:
+        return own[effect] + (0.0 if isinstance(effect, Update) else host)
 
-    rows = {kind: TABLE.effects[kind] for kind in {type(effect) for effect in own}}
-    return TABLE.extended({kind: row._replace(time=time_of(host if row.work else 0.0)) for kind, row in rows.items()})
+    kinds = {type(effect) for effect in own}
+    return TABLE.extended({kind: TABLE.effects[kind]._replace(time=time_of) for kind in kinds})
 
 
 def on_first(compute: Callable[[], T]) -> T:
@@ -221,35 +240,56 @@ class Recorded:
 
     Args:
         step: the recording observes it.
-        runs: how many of the last ones count. A piece's time is the mean over them.
+        runs: how many of the last ones count.
     """
 
     def __init__(self, step: Callable[[], object], recording: Recording, runs: int = 1) -> None:
-        self.step, self.recording, self.runs = step, recording, deque[Measurement](maxlen=runs)
-        self.programs = recording.programs
+        self.step, self.recording, self.programs = step, recording, recording.programs
+        self.measurements = deque[Measurement](maxlen=runs)
 
     def __call__(self) -> object:
         result = self.step()
-        self.runs.append(self.recording.measurement())
+        self.measurements.append(self.recording.measurement())
         return result
 
     def times(self) -> dict[Any, float]:
         """Return the seconds of each piece and update of all ranks, by their effects. Every process calls it.
 
-        Two passes that run together take half of their time each; an update of a stage with copies takes that of the
-        slower one.
+        An update of a stage with copies takes that of the slower one.
         """
-        seconds: dict[Any, float] = {}
-        for run in self.runs:
-            line = run.timeline(partial=True)
-            for span in (span for rank in run.columns for span in line.compute(rank)):
-                both = parts(span.effect)
-                for part in both:
-                    took = (span.end - span.start) / len(both) / len(self.runs)
-                    seconds[part] = seconds.get(part, 0.0) + took
         each: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(each, seconds)
-        return {effect: max(own.get(effect, 0.0) for own in each) for effect in {*itertools.chain(*each)}}
+        dist.all_gather_object(each, own_seconds(self.measurements))
+        effects = {*itertools.chain(*each)}
+        return {effect: max(seconds.get(effect, 0.0) for seconds in each) for effect in effects}
+
+
+def recorded(make: Callable[..., Callable[..., object]], programs: Programs, *arguments: Any) -> Recorded:
+    """Return a step that is recorded.
+
+    Args:
+        make: `value_and_grad` but for `observe=`, which it takes.
+        programs: as they run.
+        arguments: those of the step.
+    """
+    recording = Recording(programs)
+    return Recorded(partial(make(observe=recording), *arguments), recording)
+
+
+def own_seconds(measurements: Collection[Measurement]) -> dict[Any, float]:
+    """Return the seconds of each piece and update that this process measured, by their effects: means of the steps.
+
+    Two passes that run together take half of their time each.
+    """
+    sums: Counter[Any] = Counter()
+    for each in measurements:
+        for rank, columns in each.columns.items():
+            program = each.programs[rank]
+            for effect, start, end in zip(program, columns.starts, columns.ends, strict=True):
+                if program.table.effects[type(effect)].track == "compute":
+                    passes = parts(effect)
+                    for one in passes:
+                        sums[one] += (end - start) / len(passes) / len(measurements)
+    return dict(sums)
 
 
 @dataclass
@@ -304,8 +344,8 @@ def compare(
     """Run all steps in turn in each round, after one of each that does not count.
 
     Args:
-        predict: returns the seconds of a step, or what predicts it: of one that is `Recorded`, the latter. It is called
-            right before the step, so that what it profiles is of the machine's speed at that time.
+        predict: returns the seconds of a step, or a `Prediction`, which `Recorded` steps need. It is called right
+            before the step, so that what it profiles is of the machine's speed at that time.
         measure: returns the milliseconds of a step.
     """
     for step in steps.values():
@@ -313,10 +353,11 @@ def compare(
     results = {key: Rounds() for key in steps}
     for _ in range(rounds):
         for key, step in steps.items():
-            found = predict(key)
-            results[key].predicted.append(1e3 * (found.seconds() if isinstance(found, Prediction) else found))
+            predicted = predict(key)
+            seconds = predicted.seconds() if isinstance(predicted, Prediction) else predicted
+            results[key].predicted.append(1e3 * seconds)
             results[key].measured.append(measure(step))
             if isinstance(step, Recorded):
-                assert isinstance(found, Prediction)
-                results[key].by_own.append(1e3 * found.seconds(step.times()))
+                assert isinstance(predicted, Prediction), "a recorded step needs a Prediction"
+                results[key].by_own.append(1e3 * predicted.seconds(step.times()))
     return results

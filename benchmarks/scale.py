@@ -11,7 +11,7 @@ each schedule on 2 ranks is predicted (`benchmarks.predictions`), and run over g
 split into parts, as means over the ranks: pieces that took longer, longer waits for values, the host's time between
 pieces, in which the ranks also agree on the step, and the ends of a step, before the first piece and after the last,
 where they share the loss. The simulation models only the drain of the ends. `ratio` is measured over predicted, the
-median of the rounds'.
+median of the rounds'. `by own` is predicted with the times of the measured step's own pieces.
 
 For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
 batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take
@@ -36,7 +36,7 @@ from torch import nn
 
 import fpipe
 from benchmarks import models, predictions
-from fpipe import Costs, Link, Recording, handlers, interop, schedules
+from fpipe import Costs, Link, handlers, interop, schedules
 from fpipe.plan import Schedule
 from fpipe.schedules.catalogue import CATALOGUE
 from fpipe.schedules.cuts import recut
@@ -68,15 +68,18 @@ def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) ->
     steps = {name: Step(name, ranks, layers, width, handler) for name in names}
     predicted: dict[str, list[Parts]] = {name: [] for name in names}
 
-    def predict(name: str) -> float:
+    def predict(name: str) -> predictions.Prediction:
         step = steps[name]
         costs = profile(handler, layers, width, step.plan.stages, link, predictions.REPEATS)
-        predicted[name].append(step.predicted(costs, host.seconds()))
-        return predicted[name][-1]["step"]
+        prediction = predictions.Prediction(step.run.programs, costs, *host.both())
+        predicted[name].append(step.predicted(prediction))
+        return prediction
 
-    results = predictions.compare(steps, predict, rounds)
+    step_of = {step.run: step for step in steps.values()}
+    runs = {name: step.run for name, step in steps.items()}
+    results = predictions.compare(runs, predict, rounds, measure=lambda run: step_of[run].measure())
     for name, step in steps.items():
-        parts = {"predicted": predicted[name], "measured": step.measured[1:]}
+        parts = {"predicted": predicted[name], "measured": step.measured}
         more = {part: difference(part, **parts) for part in PARTS}
         sizes = {"table": "prediction", "schedule": name, "ranks": ranks, "width": width}
         yield sizes | results[name].figures() | {"more_ms": more}
@@ -105,23 +108,22 @@ class Step:
     ) -> None:
         placement = CATALOGUE[name].plan(ranks, models.MICROBATCHES).placement
         pipeline, params = interop.from_modules(models.stages(layers, placement.stages), loss=models.loss_fn)
-        self.schedule, self.plan = SCHEDULES[name], pipeline.plan(placement, models.MICROBATCHES)
-        self.recording = Recording(fpipe.lower(self.schedule, self.plan))
-        step = fpipe.value_and_grad(pipeline, self.schedule, self.plan, handler=handler, observe=self.recording)
-        self.run = partial(step, pipeline.params_on(params, self.plan, handler.rank), *models.data(width))
+        self.plan = pipeline.plan(placement, models.MICROBATCHES)
+        make = partial(fpipe.value_and_grad, pipeline, SCHEDULES[name], self.plan, handler=handler)
+        own = pipeline.params_on(params, self.plan, handler.rank)
+        self.run = predictions.recorded(make, fpipe.lower(SCHEDULES[name], self.plan), own, *models.data(width))
         self.run()
         self.measured = list[Parts]()
 
-    def predicted(self, costs: Costs, host: float) -> Parts:
+    def predicted(self, prediction: predictions.Prediction) -> Parts:
         """Split a predicted step into parts."""
-        with_host = predictions.with_host(costs, self.plan, host)
-        plain, timeline = (fpipe.simulate(self.schedule, self.plan, each) for each in (costs, with_host))
+        plain, timeline = prediction._replace(host=0.0).timeline(), prediction.timeline()
         return account(timeline, statistics.mean(timeline.busy) - statistics.mean(plain.busy))
 
-    def __call__(self) -> float:
-        """Run a step; return its milliseconds."""
+    def measure(self) -> float:
+        """Run a step, and add its parts; return its milliseconds."""
         whole = predictions.milliseconds(self.run)
-        measurement = fpipe.gather(self.recording)
+        measurement = fpipe.gather(self.run.recording)
         accounts = [measurement.account(rank) for rank in range(self.plan.ranks)]
         parts = {
             "compute": statistics.mean(a.compute for a in accounts),
@@ -192,12 +194,12 @@ def show_scale(rows: Sequence[dict[str, Any]]) -> None:
 
 def show_prediction(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'2 ranks, ms a step':20}{'predicted':>10}{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
-    print("   measured is more by")
-    print(" " * 63 + "".join(f"{part:>10}" for part in PARTS))
+    print(f"{'by own':>9}{'ratio':>7}   measured is more by")
+    print(" " * 79 + "".join(f"{part:>10}" for part in PARTS))
     for row in rows:
         more = "".join(f"{row['more_ms'][part]:10.2f}" for part in PARTS)
         print(f"{row['schedule']:20}{row['predicted_ms']:10.2f}{row['measured_ms']:10.2f}{row['ratio']:7.3f}", end="")
-        print(f"{predictions.quartiles(row, 'ratio'):>14}  {more}")
+        print(f"{predictions.quartiles(row, 'ratio'):>14}{row['by_own_ms']:9.2f}{row['own_ratio']:7.3f}  {more}")
 
 
 def draw(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> None:

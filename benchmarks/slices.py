@@ -16,10 +16,9 @@ Whole sequences run by 1F1B; slices by `seq_1f1b` and `seq_zb`, the latter besid
   `measured`, `predicted` and `process` are of the rank with the most.
 
 A prediction (`benchmarks.predictions`) is `simulate` with costs from `fpipe.profile(slices=)`, in `real` right before
-each step, the host's time for a piece, and a measured link. Times are medians of rounds in which all cases take turns,
-`ratio` is the median of the rounds' ratios. `by own` is predicted with the times of the measured step's own pieces.
-`over` is the measured time, or the bytes, over those of whole sequences
-under the same kind of schedule.
+each step, the host's time for a piece, and a measured link. `by own` is predicted with the times of the measured step's
+own pieces. Times are medians of rounds in which all cases take turns, `ratio` is the median of the rounds' ratios.
+`over` is the measured time, or the bytes, over those of whole sequences under the same kind of schedule.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class Process:
         return partial(step, own, *data(self.kind, MICROBATCHES))
 
     def recorded(self, case: Case) -> predictions.Recorded:
-        recording = fpipe.Recording(fpipe.lower(case.schedule, self.plan(case)))
-        return predictions.Recorded(self.step(case, recording), recording)
+        return predictions.recorded(partial(self.step, case), fpipe.lower(case.schedule, self.plan(case)))
 
     def profile(self, slices: int, repeats: int) -> Costs:
         count = models.PROFILED if self.kind == "real" else 1
@@ -134,7 +132,7 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
 
     def predict(case: Case) -> predictions.Prediction:
         costs = first[case.slices] if is_timed else process.profile(case.slices, predictions.REPEATS)
-        return predictions.Prediction(steps[case].programs, costs, host.seconds())
+        return predictions.Prediction(steps[case].programs, costs, *host.both())
 
     results = predictions.compare(steps, predict, rounds)
     return [row(process.kind, case, result) for case, result in results.items()]

@@ -214,12 +214,11 @@ class Process:
     def step(self, way: Way) -> predictions.Recorded:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
         pipeline, params = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
-        recording = fpipe.Recording(fpipe.lower(way.schedule, way.plan))
-        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph", "observe": recording}
-        step = fpipe.value_and_grad(pipeline, way.schedule, way.plan, **options)
+        options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph"}
+        make = partial(fpipe.value_and_grad, pipeline, way.schedule, way.plan, **options)
         own = pipeline.params_on(params, way.plan, self.handler.rank)
         data = self.model.data(self.table.microbatches, in_parts)
-        return predictions.Recorded(partial(step, own, *data), recording)
+        return predictions.recorded(make, fpipe.lower(way.schedule, way.plan), own, *data)
 
 
 def has_no_copies(found: Found) -> bool:
@@ -240,7 +239,7 @@ def job(rank: int, ranks: int, name: str, rounds: int) -> Iterator[list[dict[str
     def predict(key: str) -> predictions.Prediction:
         if not process.is_timed:
             costs[key] = process.costs(ways[key])
-        return predictions.Prediction(steps[key].programs, costs[key], process.host.seconds())
+        return predictions.Prediction(steps[key].programs, costs[key], *process.host.both())
 
     results = predictions.compare(steps, predict, rounds)
     sizes = {key: None if process.is_timed else most_bytes(way, costs[key]) for key, way in ways.items()}

@@ -4,22 +4,28 @@ import importlib
 import json
 import sys
 import time
+from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
+import fpipe
 from benchmarks import models, periods, restart_job, strategies, timed
-from fpipe import Costs, Placement, Plan, simulate
-from fpipe.schedules import one_f_one_b, zb_h2
+from fpipe import Costs, Measurement, Placement, Plan, lower, simulate
+from fpipe.effects import Forward, Recompute, parts
+from fpipe.schedules import CATALOGUE, one_f_one_b, updating, zb_h2
 from fpipe.schedules.candidates import Degrees
+from fpipe.tables import TABLE
+from fpipe.timelines.measurement import Columns
 from tests.support.combinations import ALL
 from tests.support.tab import CHROMIUM
 
 PEERS = {"schedule", "ranks", "width", "fpipe_ms", "peer_ms", "ratio", "limit_share", "fpipe_bytes", "peer_bytes"}
 TIMED = {"predicted_ms", "measured_ms", "ratio", "ratio_quartiles"}
-LONG = 180.0  # seconds for a job that takes half a minute with nothing else running
+LONG = 180.0  # seconds for a job that takes half a minute where nothing else runs
 SCALE = {"schedule", "ranks", "sequences_per_second", "bubble", "peak_bytes"}
 
 
@@ -244,7 +250,7 @@ def of_vocabulary(rank):
     vocabulary = benchmark("vocabulary")
     vocabulary.TABLES["timed4"] = vocabulary.Table(4, 8, 4, 1)
     with pytest.MonkeyPatch.context() as patch:  # a busy host may take as long for a piece as its 1 ms
-        patch.setattr(benchmark("predictions").Host, "seconds", lambda _: 1e-5)
+        patch.setattr(benchmark("predictions").Host, "both", lambda _: (1e-5, 1e-5))
         (rows,) = vocabulary.job(rank, 4, "timed4", 1)
     return rows
 
@@ -268,7 +274,7 @@ def test_vocabulary_with_real_compute(printed, tmp_path):
     assert json.loads((tmp_path / "vocabulary.json").read_text())["rows"] == rows
     assert [row["way"] for row in rows] == ["1f1b", "balanced", "named", "dualpipe", "vocabulary"]
     assert all(row["bytes"] > 0 for row in rows)
-    assert rows[-1]["bytes"] < rows[1]["bytes"]  # no rank has the whole matrix
+    assert rows[-1]["bytes"] < rows[1]["bytes"]  # than with the whole output layer on a rank
     assert all(row["own_ratio"] == pytest.approx(row["measured_ms"] / row["by_own_ms"]) for row in rows)
 
 
@@ -377,6 +383,8 @@ def test_each_round_has_its_own_prediction():
         "ratio_quartiles": pytest.approx([1.0, 1.2]),
         "rounds": 3,
     }
+    own = predictions.Rounds([10.0], [11.0], by_own=[22.0]).figures()
+    assert (own["by_own_ms"], own["own_ratio"], own["own_ratio_quartiles"]) == (22.0, 0.5, [0.5, 0.5])
     assert predictions.Rounds([1.0], [3.0]).over(predictions.Rounds([1.0], [2.0])) == [1.5]
     assert predictions.spread("over", [2.0]) == {"over": 2.0, "over_quartiles": [2.0, 2.0]}
 
@@ -405,22 +413,61 @@ def test_the_host_makes_each_piece_longer():
     assert simulate("gpipe", plan, longer).makespan == simulate("gpipe", plan, costs).makespan + 2 * 5 * 0.5
 
 
-@pytest.mark.parametrize(("name", "steps"), [("gpipe", 1), ("zb-h1", 3), ("dualpipe", 1)])
-def test_a_prediction_by_own_times_takes_them_for_the_costs(name, steps):
+@pytest.mark.parametrize(
+    ("name", "limit", "steps"), [("gpipe", None, 1), ("gpipe", 3, 1), ("zb-h1", None, 3), ("dualpipe", None, 1)]
+)
+def test_a_prediction_by_own_times_takes_them_for_the_costs(name, limit, steps):
     """Times that are those of the costs change nothing; a first forward that takes longer delays all that follow."""
-    from fpipe import lower
-    from fpipe.effects import Forward, parts
-    from fpipe.schedules import CATALOGUE, updating
-    from fpipe.tables import TABLE
-
-    predictions, plan = benchmark("predictions"), CATALOGUE[name].plan(2, 4)
-    costs = Costs(forward=2, backward_input=1, backward_weight=3, update=0.5, communication=0.25)
-    schedule = CATALOGUE[name].schedule(plan)
-    prediction = predictions.Prediction(lower(updating(schedule), plan), costs, 0.125, steps)
-    effects = (part for program in prediction.programs.values() for effect in program for part in parts(effect))
-    own = {effect: costs.time(effect) for effect in effects if TABLE.effects[type(effect)].track == "compute"}
+    plan = CATALOGUE[name].plan(2, 4)
+    costs = Costs(forward=2, backward_input=1, backward_weight=3, update=0.5, communication=0.25, residuals=1)
+    recompute = limit and fpipe.offload(limit, replace(costs, offload=1e6, fetch=1e6), slower=1, recompute=True)
+    programs = lower(updating(CATALOGUE[name].schedule(plan)), plan, offload=recompute)
+    own = {effect: costs.time(effect) for effect in passes(programs)}
+    assert any(isinstance(effect, Recompute) for effect in own) == bool(limit)
+    prediction = benchmark("predictions").Prediction(programs, costs, 0.125, 0.125, steps)
     assert prediction.seconds(own) == prediction.seconds()
-    assert prediction._replace(steps=1).seconds(own | {Forward(0, 0): 9}) >= prediction._replace(steps=1).seconds() + 7
+    once = prediction._replace(steps=1)
+    assert once.seconds(own | {Forward(0, 0): 9}) >= once.seconds() + 7
+
+
+def passes(programs):
+    """The parts of all effects that compute."""
+    effects = (part for program in programs.values() for effect in program for part in parts(effect))
+    return [effect for effect in effects if TABLE.effects[type(effect)].track == "compute"]
+
+
+def test_own_times_are_means_over_steps_and_halves_of_overlaps():
+    """The second effect of a rank takes 1 s in the first step and 3 in the other one, the third one 2 and 6, and so on."""
+    programs = lower("dualpipe", CATALOGUE["dualpipe"].plan(2, 4))
+
+    def measurement(seconds):
+        def columns(count):
+            ends = array("d", [seconds * at for at in range(count)])
+            return Columns(array("d", [0.0] * count), ends, array("d"), array("d"))
+
+        return Measurement(programs, {rank: columns(len(program)) for rank, program in programs.items()})
+
+    own = benchmark("predictions").own_seconds([measurement(1), measurement(3)])
+    assert own.keys() == {*passes(programs)}
+    for program in programs.values():
+        for at, effect in enumerate(program):
+            both = parts(effect)
+            assert all(own[part] == 2 * at / len(both) for part in both if part in own)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_recorded_steps_are_predicted_again_after_each_run(is_recorded, monkeypatch):
+    predictions, calls = benchmark("predictions"), []
+    monkeypatch.setattr(predictions.Recorded, "times", lambda _: calls.append("times") or {"own": 2.0})
+    monkeypatch.setattr(predictions.Prediction, "seconds", lambda _, own=None: 1.0 if own is None else own["own"])
+    recording = fpipe.Recording(lower("gpipe", Plan(Placement.loop(1), 1)))
+    monkeypatch.setattr(recording, "measurement", lambda: None)
+    step = predictions.Recorded(lambda: calls.append("run"), recording) if is_recorded else lambda: calls.append("run")
+    prediction = predictions.Prediction(recording.programs, Costs())
+    results = predictions.compare({"a": step}, lambda _: prediction, 2, measure=lambda step: step() or 4000.0)
+    assert calls == ["run", *["run", "times"] * 2] if is_recorded else ["run"] * 3
+    assert results["a"].predicted == [1000.0, 1000.0]
+    assert results["a"].by_own == ([2000.0, 2000.0] if is_recorded else [])
 
 
 @pytest.mark.parametrize("option", [("--ranks", "3"), ("--width", "33"), ("--schedules", "zb-h1"), ("--out", "x.txt")])

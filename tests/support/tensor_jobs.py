@@ -287,7 +287,7 @@ def wrong(rank, fault, first):
         first: the first step of a function is wrong, and a later one; otherwise one of a function that has worked.
     """
     names = ("pp", "tp")
-    # The handler may end with a fault of TRACED, and the groups of its mesh, which is then its own.
+    # A fault of TRACED may end the handler and the groups of its mesh, so it has a mesh of its own.
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names) if fault in TRACED else mesh_of(2, 2, names=names)
     changes = WRONG[fault] if rank == 3 or fault == "heads" or (rank == 1 and fault in OF_COLUMNS) else {}
     function, options = changes.get("function", layer), changes.get("options", {})
