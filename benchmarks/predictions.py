@@ -7,7 +7,7 @@ than a prediction may be off, for seconds at a time, so each measured step has a
 
 Where the speed changes within a step too, no profile before it fits. So a step can be recorded (`Recorded`), and is
 then also predicted with the times of its own pieces, "by own". Transfers and copies take as long as in the first
-prediction, and the host's time is that outside of pieces.
+prediction, and the host's time is that outside of pieces, in equal parts for all messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import sub
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 import fpipe
 from benchmarks import models
 from fpipe import Costs, Link, Measurement, Pipeline, Placement, Plan, Recording, Timeline, handlers
-from fpipe.effects import Update, parts
+from fpipe.effects import Recv, Send, parts
 from fpipe.programs.program import Programs, plan_of
 from fpipe.schedules.grouping import Grouping
 from fpipe.tables import TABLE, Table
@@ -43,6 +42,7 @@ EXCHANGES, LARGE = 10, 16 << 20  # large messages, and the bytes of each
 SIZE = 32  # elements of a small activation
 SIDE = 200  # of the square that a stage multiplies to be busy
 REPEATS = 2  # steps of a profile that each prediction takes
+SLOWER = 1e-4  # seconds of the host for a message, that show how many messages a step waits for
 SEARCH = 600  # seconds that processes wait for the one that searches
 
 
@@ -91,8 +91,8 @@ class Host:
     """The time by which the host makes a piece longer, with the posts of its transfers.
 
     It is what a step of GPipe takes beyond its prediction, over the 2 (m + p - 1) pieces of m microbatches on p ranks
-    that run one after another. What a step takes once is a part of it. There are two: beyond the prediction by a
-    profile, which has what gloo's threads take from the pieces, and beyond that by the step's own pieces.
+    that run one after another. What a step takes once is a part of it, and what gloo's threads take from the pieces. Of
+    what it takes beyond the prediction by its own pieces, which is outside of them, each message has a part.
 
     Args:
         microbatches: of the measured steps.
@@ -131,16 +131,18 @@ class Host:
         return self.both()[0]
 
     def both(self) -> tuple[float, float]:
-        """Measure both, as on rank 0."""
+        """Measure the time for a piece, beyond a profile, and that for a message, beyond own pieces, as on rank 0."""
         prediction = Prediction(self.step.programs, replace(self.costs(), communication=self.link))
-        predicted, took, by_own = prediction.seconds(), list[float](), list[float]()
+        predicted, took, messages = prediction.seconds(), list[float](), list[float]()
         for _ in range(models.REPEATS):
             took.append(1e-3 * milliseconds(self.step))
-            by_own.append(prediction.seconds(self.step.times()))
-        more = statistics.median(took) - predicted, statistics.median(map(sub, took, by_own))
-        beyond_profile, beyond_own = on_first(lambda: [max(0.0, each) / self.pieces for each in more])
-        self.times.append(beyond_profile)
-        return beyond_profile, beyond_own
+            own = self.step.times()
+            by_own, slower = (prediction._replace(own_host=host).seconds(own) for host in (0.0, SLOWER))
+            messages.append(SLOWER * (took[-1] - by_own) / (slower - by_own))
+        each = (statistics.median(took) - predicted) / self.pieces, statistics.median(messages)
+        for_piece, for_message = on_first(lambda: [max(0.0, seconds) for seconds in each])
+        self.times.append(for_piece)
+        return for_piece, for_message
 
     @property
     def milliseconds(self) -> float:
@@ -159,7 +161,7 @@ class Prediction(NamedTuple):
     Args:
         programs: as they run.
         costs: of the stages, by a profile.
-        host, own_host: the host's times for a piece, as of `Host.both`.
+        host, own_host: the host's time for a piece, and that for a message, as of `Host.both`.
         steps: of the loop.
     """
 
@@ -182,19 +184,36 @@ class Prediction(NamedTuple):
         if own is None:
             costs = with_host(self.costs, plan_of(self.programs), self.host)
             return simulate_programs(self.programs, costs, self.steps)
-        table = timed_by(own, self.own_host)
+        table = timed_by(own, messages_of(self.programs), self.own_host)
         programs = {rank: replace(program, table=table) for rank, program in self.programs.items()}
         return simulate_programs(programs, replace(self.costs, overlap=None), self.steps)
 
 
-def timed_by(own: Mapping[Any, float], host: float) -> Table:
-    """Return the table in which each effect that has a time of its own takes that, and a piece the host's time too."""
+def timed_by(own: Mapping[Any, float], messages: Mapping[Any, int], host: float) -> Table:
+    """Return the table in which each effect that has a time of its own takes that, and the host's for its messages."""
 
     def time_of(effect: Any, _: object) -> float:
-        return own[effect] + (0.0 if isinstance(effect, Update) else host)
+        return own[effect] + messages.get(effect, 0) * host
 
     kinds = {type(effect) for effect in own}
     return TABLE.extended({kind: TABLE.effects[kind]._replace(time=time_of) for kind in kinds})
+
+
+def messages_of(programs: Programs) -> Counter[Any]:
+    """Return how many messages each piece needs, and sends after it."""
+    counts: Counter[Any] = Counter()
+    for program in programs.values():
+        last, received = None, set[Any]()
+        for effect in program:
+            if isinstance(effect, Recv):
+                received.add(effect.value)
+            elif isinstance(effect, Send):
+                counts[last] += 1
+            elif program.table.effects[type(effect)].track == "compute":
+                last, needed = parts(effect)[0], received.intersection(program.table.needs(effect, program.plan))
+                counts[last] += len(needed)
+                received -= needed
+    return counts
 
 
 def on_first(compute: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessException
 import fpipe
 from benchmarks import models, periods, restart_job, strategies, timed
 from fpipe import Costs, Measurement, Placement, Plan, lower, simulate
-from fpipe.effects import Forward, Recompute, parts
+from fpipe.effects import Backward, BackwardInput, Forward, Recompute, parts
 from fpipe.schedules import CATALOGUE, one_f_one_b, updating, zb_h2
 from fpipe.schedules.candidates import Degrees
 from fpipe.tables import TABLE
@@ -424,7 +424,7 @@ def test_a_prediction_by_own_times_takes_them_for_the_costs(name, limit, steps):
     programs = lower(updating(CATALOGUE[name].schedule(plan)), plan, offload=recompute)
     own = {effect: costs.time(effect) for effect in passes(programs)}
     assert any(isinstance(effect, Recompute) for effect in own) == bool(limit)
-    prediction = benchmark("predictions").Prediction(programs, costs, 0.125, 0.125, steps)
+    prediction = benchmark("predictions").Prediction(programs, costs, steps=steps)
     assert prediction.seconds(own) == prediction.seconds()
     once = prediction._replace(steps=1)
     assert once.seconds(own | {Forward(0, 0): 9}) >= once.seconds() + 7
@@ -437,7 +437,7 @@ def passes(programs):
 
 
 def test_own_times_are_means_over_steps_and_halves_of_overlaps():
-    """The second effect of a rank takes 1 s in the first step and 3 in the other one, the third one 2 and 6, and so on."""
+    """The second effect of a rank takes 1 s in the first step and 3 in the other one, the third one 2 and 6."""
     programs = lower("dualpipe", CATALOGUE["dualpipe"].plan(2, 4))
 
     def measurement(seconds):
@@ -453,6 +453,21 @@ def test_own_times_are_means_over_steps_and_halves_of_overlaps():
         for at, effect in enumerate(program):
             both = parts(effect)
             assert all(own[part] == 2 * at / len(both) for part in both if part in own)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+def test_by_own_times_the_host_takes_time_for_each_message(name):
+    """On two ranks a forward and an input gradient have one each, and a weight gradient has none."""
+    predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(2, 1, 3)
+    programs = lower(name, plan)
+    counts = predictions.messages_of(programs)
+    assert {effect: counts[effect] for effect in passes(programs)} == {
+        effect: int(isinstance(effect, Forward | Backward | BackwardInput)) for effect in passes(programs)
+    }
+    if name == "gpipe":
+        own = {effect: costs.time(effect) for effect in passes(programs)}
+        slower = predictions.Prediction(programs, costs, own_host=0.5).seconds(own)
+        assert slower == simulate(name, plan, costs).makespan + 2 * (4 + 1) * 0.5
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
