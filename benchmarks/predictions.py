@@ -138,7 +138,8 @@ class Host:
             took.append(1e-3 * milliseconds(self.step))
             own = self.step.times()
             by_own, slower = (prediction._replace(own_host=host).seconds(own) for host in (0.0, SLOWER))
-            messages.append(SLOWER * (took[-1] - by_own) / (slower - by_own))
+            share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
+            messages.append(share * (took[-1] - by_own))
         each = (statistics.median(took) - predicted) / self.pieces, statistics.median(messages)
         for_piece, for_message = on_first(lambda: [max(0.0, seconds) for seconds in each])
         self.times.append(for_piece)

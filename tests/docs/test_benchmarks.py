@@ -561,6 +561,15 @@ def test_strategies_by_timed_stages(pools):
         assert min(row["predicted_ms"], row["measured_ms"]) >= 1e3 * slept
 
 
+def host_of_one_rank(rank):
+    return strategies.host(1, 2, 4).both()
+
+
+def test_the_host_of_one_rank_has_no_time_for_messages(pools):
+    for for_piece, for_message in pools(4).run(host_of_one_rank):
+        assert for_piece > for_message == 0
+
+
 def test_pairs_that_are_apart_have_an_order():
     rows = [{"strategy_ms": p, "measured_ms": m} for p, m in [(100, 130), (104, 120), (110, 129)]]
     assert strategies.disordered(rows) == [(rows[0], rows[2])]
