@@ -187,7 +187,7 @@ def memory_of_slices(rank):
     return rows
 
 
-@pytest.mark.skipif(not ALL, reason="profiles of 4 processes take ten seconds: FPIPE_TESTS=all runs it")
+@pytest.mark.skipif(not ALL, reason="profiles of 4 processes take half a minute: FPIPE_TESTS=all runs it")
 def test_memory_of_slices(pools):
     rows = pools(4).run(memory_of_slices, limit=LONG)[0]
     for row in rows:
@@ -229,7 +229,7 @@ def test_partitions(pools):
         assert sum(row["layers"]) == 6
 
 
-@pytest.mark.skipif(not ALL, reason="profiles and loops of four processes take ten seconds: FPIPE_TESTS=all runs it")
+@pytest.mark.skipif(not ALL, reason="loops of four processes take half a minute: FPIPE_TESTS=all runs it")
 def test_residuals_of_layouts_with_less_memory(pools):
     rows = {row["way"]: row for row in pools(4).run(of_partitions, 4, "moved4", limit=LONG)[0]}
     assert {way: row["residuals"] for way, row in rows.items()} == {
