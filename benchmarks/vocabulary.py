@@ -51,7 +51,7 @@ from fpipe.schedules import Found, vocabulary_1f1b
 from fpipe.schedules.grouping import Grouping, times_of
 from fpipe.schedules.partitions import balanced, levelled
 
-WIDTH, CONTEXT = 256, 128  # of the real model
+WIDTH, CONTEXT = 256, 64  # of the real model
 PER_BLOCK = 12 * WIDTH  # tokens whose rows of the head have the FLOPs of a block
 
 
