@@ -71,7 +71,7 @@ def job(
     costs = {key: replace(profile(plans[key][1], trained, layer, handler), communication=link) for key in keys}
 
     def predict(key: tuple[str, str]) -> predictions.Prediction:
-        return predictions.Prediction(fpipe.lower(*plans[key]), costs[key], host.seconds())
+        return predictions.Prediction(fpipe.lower(*plans[key]), costs[key], predictions.HostTimes(host.seconds()))
 
     results = predictions.compare(steps, predict, rounds)
     first = results[keys[0]]

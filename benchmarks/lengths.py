@@ -119,11 +119,11 @@ def of_schedule(
         return replace(costs, communication=link)
 
     def predict(case: tuple[float, str]) -> predictions.Prediction:
-        (seconds, own), each = host.both(), lengths[case]
+        times, each = host.measure(), lengths[case]
         profiles = {length: profile(length) for length in sorted({min(every), LENGTH, max(every)})}
-        longer = {length: predictions.with_host(costs, plan, seconds) for length, costs in profiles.items()}
+        longer = {length: predictions.with_host(costs, plan, times.piece) for length, costs in profiles.items()}
         factors = {"scale": scales(longer, each), "sizes": [length / LENGTH for length in each]}
-        prediction = predictions.Prediction(recording.programs, replace(profiles[LENGTH], **factors), seconds, own)
+        prediction = predictions.Prediction(recording.programs, replace(profiles[LENGTH], **factors), times)
         work[case].append(1e3 * max(prediction.timeline().busy))
         return prediction
 

@@ -128,7 +128,7 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
 
     def predict(way: str) -> predictions.Prediction:
         now = costs if name == "timed" else profile(predictions.REPEATS)
-        return predictions.Prediction(steps[way].programs, now, *host.both())
+        return predictions.Prediction(steps[way].programs, now, host.measure())
 
     results = predictions.compare(steps, predict, rounds)
     yield [row(name, way, plan, costs, ways[way], peaks[way], results) for way in WAYS]

@@ -300,7 +300,7 @@ def job(rank: int, ranks: int, table: str, rounds: int) -> Iterator[list[dict[st
     def predict(way: str) -> predictions.Prediction:
         if not process.is_timed:
             costs[way] = process.costs(chosen[way])
-        return predictions.Prediction(loops[way].programs, costs[way], *process.host.both(), LOOP)
+        return predictions.Prediction(loops[way].programs, costs[way], process.host.measure(), LOOP)
 
     results = predictions.compare(loops, predict, rounds, partial(predictions.period, steps=LOOP))
     sizes = {way: process.sizes(found) if table == "moved4" else {} for way, found in chosen.items()}

@@ -7,7 +7,8 @@ than a prediction may be off, for seconds at a time, so each measured step has a
 
 Where the speed changes within a step too, no profile before it fits. So a step can be recorded (`Recorded`), and is
 then also predicted with the times of its own pieces, "by own". Transfers and copies take as long as in the first
-prediction, and the host's time is that outside of pieces, in equal parts for all messages.
+prediction, and the host's time is that outside of pieces: between them in equal parts for all messages, and once before
+the first one and after the last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -87,12 +88,27 @@ def busy(w: Tensor, x: Tensor) -> Tensor:
     return x * (square @ square).mean()
 
 
-class Host:
-    """The time by which the host makes a piece longer, with the posts of its transfers.
+class HostTimes(NamedTuple):
+    """The seconds of the host in a step.
 
-    It is what a step of GPipe takes beyond its prediction, over the 2 (m + p - 1) pieces of m microbatches on p ranks
-    that run one after another. What a step takes once is a part of it, and what gloo's threads take from the pieces. Of
-    what it takes beyond the prediction by its own pieces, which is outside of them, each message has a part.
+    Args:
+        piece: by which it makes each piece longer than in a profile.
+        message: for each message, between the step's own pieces.
+        step: before the first piece and after the last one.
+    """
+
+    piece: float = 0.0
+    message: float = 0.0
+    step: float = 0.0
+
+
+class Host:
+    """Measures the times of the host, by steps of GPipe.
+
+    For a piece it is what a step takes beyond its prediction by a profile, over the 2 (m + p - 1) pieces of m
+    microbatches on p ranks that run one after another. What a step takes once is a part of it, and what gloo's threads
+    take from the pieces. From the first piece to the last one, a step takes longer than its prediction by own pieces:
+    of that each message has a part.
 
     Args:
         microbatches: of the measured steps.
@@ -127,27 +143,38 @@ class Host:
         self.step()
 
     def seconds(self) -> float:
-        """Measure it, as on rank 0, beyond the prediction by a profile."""
-        return self.both()[0]
+        """Measure the time for a piece, as on rank 0."""
+        predicted = self._prediction().seconds()
+        return self._of_piece(statistics.median(self._took() for _ in range(models.REPEATS)) - predicted)
 
-    def both(self) -> tuple[float, float]:
-        """Measure the time for a piece, beyond a profile, and that for a message, beyond own pieces, as on rank 0."""
-        prediction = Prediction(self.step.programs, replace(self.costs(), communication=self.link))
-        predicted, took, messages = prediction.seconds(), list[float](), list[float]()
-        for _ in range(models.REPEATS):
-            took.append(1e-3 * milliseconds(self.step))
-            own = self.step.times()
-            by_own, slower = (prediction._replace(own_host=host).seconds(own) for host in (0.0, SLOWER))
-            share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
-            messages.append(share * (took[-1] - by_own))
-        each = (statistics.median(took) - predicted) / self.pieces, statistics.median(messages)
-        for_piece, for_message = on_first(lambda: [max(0.0, seconds) for seconds in each])
-        self.times.append(for_piece)
-        return for_piece, for_message
+    def measure(self) -> HostTimes:
+        """Measure all of them, as on rank 0."""
+        prediction = self._prediction()
+        predicted, runs = prediction.seconds(), [self._outside(prediction) for _ in range(models.REPEATS)]
+        took, message, step = map(statistics.median, zip(*runs, strict=True))
+        piece = self._of_piece(took - predicted)
+        return HostTimes(piece, *on_first(lambda: [max(0.0, seconds) for seconds in (message, step)]))
+
+    def _prediction(self) -> Prediction:
+        return Prediction(self.step.programs, replace(self.costs(), communication=self.link))
+
+    def _took(self) -> float:
+        return 1e-3 * milliseconds(self.step)
+
+    def _of_piece(self, beyond: float) -> float:
+        self.times.append(on_first(lambda: max(0.0, beyond / self.pieces)))
+        return self.times[-1]
+
+    def _outside(self, prediction: Prediction) -> tuple[float, float, float]:
+        """Return the time of a step, that for a message between its pieces, and that before and after them."""
+        took, span, own = self._took(), self.step.span(), self.step.times()
+        by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
+        share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
+        return took, share * (span - by_own), took - span
 
     @property
     def milliseconds(self) -> float:
-        """The median of all that was measured."""
+        """The median of the times for a piece that were measured."""
         return 1e3 * statistics.median(self.times)
 
 
@@ -162,19 +189,19 @@ class Prediction(NamedTuple):
     Args:
         programs: as they run.
         costs: of the stages, by a profile.
-        host, own_host: the host's time for a piece, and that for a message, as of `Host.both`.
+        host: its times; beside a profile that for a piece, beside own pieces the others.
         steps: of the loop.
     """
 
     programs: Programs
     costs: Costs
-    host: float = 0.0
-    own_host: float = 0.0
+    host: HostTimes = HostTimes()
     steps: int = 1
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
-        """Return the time of the step; see `timeline`."""
-        return self.timeline(own).period
+        """Return the time of the step, which in a loop begins before the last one ends; see `timeline`."""
+        outside = self.host.step if own is not None and self.steps == 1 else 0.0
+        return self.timeline(own).period + outside
 
     def timeline(self, own: Mapping[Any, float] | None = None) -> Timeline:
         """Return the predicted timeline.
@@ -183,9 +210,9 @@ class Prediction(NamedTuple):
             own: the seconds of each piece and update, by their effects, in place of those of the costs.
         """
         if own is None:
-            costs = with_host(self.costs, plan_of(self.programs), self.host)
+            costs = with_host(self.costs, plan_of(self.programs), self.host.piece)
             return simulate_programs(self.programs, costs, self.steps)
-        table = timed_by(own, messages_of(self.programs), self.own_host)
+        table = timed_by(own, messages_of(self.programs), self.host.message)
         programs = {rank: replace(program, table=table) for rank, program in self.programs.items()}
         return simulate_programs(programs, replace(self.costs, overlap=None), self.steps)
 
@@ -277,10 +304,25 @@ class Recorded:
 
         An update of a stage with copies takes that of the slower one.
         """
-        each: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(each, own_seconds(self.measurements))
+        each = of_all(own_seconds(self.measurements))
         effects = {*itertools.chain(*each)}
         return {effect: max(seconds.get(effect, 0.0) for seconds in each) for effect in effects}
+
+    def span(self) -> float:
+        """Return the seconds of the last run from its first piece on any rank to its last one. Every process calls it.
+
+        The processes read one clock.
+        """
+        _, starts, ends = zip(*pieces_of(self.measurements[-1]), strict=True)
+        first, last = zip(*of_all((min(starts), max(ends))), strict=True)
+        return max(last) - min(first)
+
+
+def of_all(mine: T) -> list[T]:
+    """Return what each process passes."""
+    each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(each, mine)
+    return each
 
 
 def recorded(make: Callable[..., Callable[..., object]], programs: Programs, *arguments: Any) -> Recorded:
@@ -295,20 +337,25 @@ def recorded(make: Callable[..., Callable[..., object]], programs: Programs, *ar
     return Recorded(partial(make(observe=recording), *arguments), recording)
 
 
+def pieces_of(measurement: Measurement) -> Iterator[tuple[Any, float, float]]:
+    """Yield each effect that computes, of those that this process measured, with its start and its end."""
+    for rank, columns in measurement.columns.items():
+        program = measurement.programs[rank]
+        for effect, start, end in zip(program, columns.starts, columns.ends, strict=True):
+            if program.table.effects[type(effect)].track == "compute":
+                yield effect, start, end
+
+
 def own_seconds(measurements: Collection[Measurement]) -> dict[Any, float]:
     """Return the seconds of each piece and update that this process measured, by their effects: means of the steps.
 
     Two passes that run together take half of their time each.
     """
     sums: Counter[Any] = Counter()
-    for each in measurements:
-        for rank, columns in each.columns.items():
-            program = each.programs[rank]
-            for effect, start, end in zip(program, columns.starts, columns.ends, strict=True):
-                if program.table.effects[type(effect)].track == "compute":
-                    passes = parts(effect)
-                    for one in passes:
-                        sums[one] += (end - start) / len(passes) / len(measurements)
+    for effect, start, end in itertools.chain(*map(pieces_of, measurements)):
+        passes = parts(effect)
+        for one in passes:
+            sums[one] += (end - start) / len(passes) / len(measurements)
     return dict(sums)
 
 

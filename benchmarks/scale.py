@@ -71,7 +71,7 @@ def job(rank: int, ranks: int, width: int, names: Sequence[str], rounds: int) ->
     def predict(name: str) -> predictions.Prediction:
         step = steps[name]
         costs = profile(handler, layers, width, step.plan.stages, link, predictions.REPEATS)
-        prediction = predictions.Prediction(step.run.programs, costs, *host.both())
+        prediction = predictions.Prediction(step.run.programs, costs, host.measure())
         predicted[name].append(step.predicted(prediction))
         return prediction
 
@@ -117,7 +117,7 @@ class Step:
 
     def predicted(self, prediction: predictions.Prediction) -> Parts:
         """Split a predicted step into parts."""
-        plain, timeline = prediction._replace(host=0.0).timeline(), prediction.timeline()
+        plain, timeline = prediction._replace(host=predictions.HostTimes()).timeline(), prediction.timeline()
         return account(timeline, statistics.mean(timeline.busy) - statistics.mean(plain.busy))
 
     def measure(self) -> float:

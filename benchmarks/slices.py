@@ -132,7 +132,7 @@ def times(process: Process, rounds: int) -> list[dict[str, Any]]:
 
     def predict(case: Case) -> predictions.Prediction:
         costs = first[case.slices] if is_timed else process.profile(case.slices, predictions.REPEATS)
-        return predictions.Prediction(steps[case].programs, costs, *host.both())
+        return predictions.Prediction(steps[case].programs, costs, host.measure())
 
     results = predictions.compare(steps, predict, rounds)
     return [row(process.kind, case, result) for case, result in results.items()]

@@ -239,7 +239,7 @@ def job(rank: int, ranks: int, name: str, rounds: int) -> Iterator[list[dict[str
     def predict(key: str) -> predictions.Prediction:
         if not process.is_timed:
             costs[key] = process.costs(ways[key])
-        return predictions.Prediction(steps[key].programs, costs[key], *process.host.both())
+        return predictions.Prediction(steps[key].programs, costs[key], process.host.measure())
 
     results = predictions.compare(steps, predict, rounds)
     sizes = {key: None if process.is_timed else most_bytes(way, costs[key]) for key, way in ways.items()}

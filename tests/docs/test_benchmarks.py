@@ -250,7 +250,8 @@ def of_vocabulary(rank):
     vocabulary = benchmark("vocabulary")
     vocabulary.TABLES["timed4"] = vocabulary.Table(4, 8, 4, 1)
     with pytest.MonkeyPatch.context() as patch:  # a busy host may take as long for a piece as its 1 ms
-        patch.setattr(benchmark("predictions").Host, "both", lambda _: (1e-5, 1e-5))
+        predictions = benchmark("predictions")
+        patch.setattr(predictions.Host, "measure", lambda _: predictions.HostTimes(1e-5, 1e-5, 1e-5))
         (rows,) = vocabulary.job(rank, 4, "timed4", 1)
     return rows
 
@@ -466,8 +467,36 @@ def test_by_own_times_the_host_takes_time_for_each_message(name):
     }
     if name == "gpipe":
         own = {effect: costs.time(effect) for effect in passes(programs)}
-        slower = predictions.Prediction(programs, costs, own_host=0.5).seconds(own)
+        host = predictions.HostTimes(message=0.5)
+        slower = predictions.Prediction(programs, costs, host).seconds(own)
         assert slower == simulate(name, plan, costs).makespan + 2 * (4 + 1) * 0.5
+
+
+def test_by_own_times_the_host_takes_time_before_and_after_a_step():
+    """Not in a loop, where a step begins before the last one ends, nor beside a profile, in whose pieces it is."""
+    predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(2, 1, 3)
+    programs = lower(updating("gpipe"), plan)
+    own = {effect: costs.time(effect) for effect in passes(programs)}
+    for steps in (1, 3):
+        prediction = predictions.Prediction(programs, costs, predictions.HostTimes(step=0.5), steps)
+        plain = predictions.Prediction(programs, costs, steps=steps)
+        assert prediction.seconds(own) == plain.seconds(own) + (0.5 if steps == 1 else 0)
+        assert prediction.seconds() == plain.seconds()
+
+
+def span_of_two(rank):
+    """The span of a step; pieces take from 3 to 9 on rank 0, from 4 to 8 on rank 1, and posts from 1 to 11."""
+    predictions, programs = benchmark("predictions"), lower("gpipe", Plan(Placement.loop(2), 4))
+    tracks = [TABLE.effects[type(effect)].track for effect in programs[rank]]
+    starts = array("d", [3.0 + rank if track == "compute" else 1.0 for track in tracks])
+    ends = array("d", [9.0 - rank if track == "compute" else 11.0 for track in tracks])
+    step = predictions.Recorded(lambda: None, fpipe.Recording(programs))
+    step.measurements.append(Measurement(programs, {rank: Columns(starts, ends, array("d"), array("d"))}))
+    return step.span()
+
+
+def test_a_step_spans_the_pieces_of_all_ranks(pools):
+    assert pools(2).run(span_of_two) == [6.0, 6.0]
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -562,12 +591,13 @@ def test_strategies_by_timed_stages(pools):
 
 
 def host_of_one_rank(rank):
-    return strategies.host(1, 2, 4).both()
+    return strategies.host(1, 2, 4).measure()
 
 
 def test_the_host_of_one_rank_has_no_time_for_messages(pools):
-    for for_piece, for_message in pools(4).run(host_of_one_rank):
-        assert for_piece > for_message == 0
+    for host in pools(4).run(host_of_one_rank):
+        assert host.piece > host.message == 0
+        assert host.step > 0
 
 
 def test_pairs_that_are_apart_have_an_order():
