@@ -25,9 +25,11 @@ An object has, in milliseconds:
   (`benchmarks.predictions`).
 - norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
   copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
-- barrier_ratio, free_ratio and so on: measured over predicted, the median of the rounds' with quartiles.
-- won, won_predicted: the share of the period with a barrier that the loop without one saves. won has its quartiles.
-- won_late, won_late_predicted: likewise, of the period with a norm, what post-validation saves.
+- barrier_by_own_ms, free_by_own_ms and so on: predicted with the times of the pieces of the later half of the loop.
+- barrier_ratio, barrier_own_ratio and so on: measured over predicted, the median of the rounds' with quartiles.
+- won, won_predicted, won_by_own: the share of the period with a barrier that the loop without one saves. won has its
+  quartiles.
+- won_late, won_late_predicted, won_late_by_own: likewise, of the period with a norm, what post-validation saves.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def job(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of a table, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    assert handler.peers is not None
+    peers = handler.peers
+    assert peers is not None
     pipeline, params, (batch, target), optimizer = model(kind, ranks, layer)
     microbatches = len(batch) if kind == "timed" else models.MICROBATCHES
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
@@ -114,28 +117,26 @@ def job(
 
     first = profile(models.REPEATS)
 
-    def costs() -> Costs:
-        now = first if kind == "timed" else profile(predictions.REPEATS)
-        return predictions.with_host(now, plan, host.seconds())
+    def predicted(schedule: Schedule, own: Any, way: str) -> predictions.Prediction:
+        costs = first if kind == "timed" else profile(predictions.REPEATS)
+        extra = max(peers.gather(seconds(own, way), "costs"))
+        prediction = predict(way, plan, costs, extra, schedule, steps)
+        return prediction._replace(host=host.measure())
 
     for name in names:
         schedule = schedule_of(name, plan, first)
         train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
         own = pipeline.params_on(params, plan, rank)
-        each = {way: Loop(train(**options), own, optimizer, batch, target) for way, options in OPTIONS.items()}
-        extra = {way: max(handler.peers.gather(seconds(own, way), "costs")) for way in OPTIONS}
-
-        def predicted(way: str, schedule: Schedule = schedule, extra: Mapping[str, float] = extra) -> float:
-            return predict(way, plan, costs(), extra.get(way, 0.0), schedule, steps)
-
-        results = predictions.compare(loops(each, steps), predicted, rounds, measure=lambda loop: loop())
+        loops = dict[str, predictions.Recorded]()
+        for way, options in OPTIONS.items():
+            recording = fpipe.Recording(fpipe.lower(schedule if options else updating(schedule), plan))
+            loop = Loop(train(observe=recording, **options), own, optimizer, batch, target)
+            loops[way] = predictions.Recorded(loop, recording, runs=steps - steps // 2)
+            if way == "free":
+                loops["barrier"] = predictions.Recorded(loop.and_barrier, recording, runs=steps - steps // 2)
+        period = partial(predictions.period, steps=steps)
+        results = predictions.compare(loops, partial(predicted, schedule, own), rounds, period)
         yield [row(kind, name, plan, results, steps)]
-
-
-def loops(each: Mapping[str, Loop], steps: int) -> dict[str, Callable[[], float]]:
-    """Return functions that run a loop of each way, and return the milliseconds of a step."""
-    ways = {"barrier": partial(predictions.period, each["free"], steps, dist.barrier)}
-    return ways | {way: partial(predictions.period, loop, steps) for way, loop in each.items()}
 
 
 def seconds(params: Any, way: str) -> float:
@@ -144,7 +145,7 @@ def seconds(params: Any, way: str) -> float:
     factor = torch.ones((), dtype=torch.float64)
 
     def extra() -> None:
-        if way != "free":
+        if way in ("norm", "late", "clipped"):
             torch._foreach_norm(leaves, 2, torch.float64)
         if way in ("norm", "clipped"):
             torch._foreach_mul(leaves, factor)
@@ -173,11 +174,17 @@ class Loop:
     def __call__(self) -> None:
         self.params, self.state, *_ = self.step(self.params, self.state, *self.data)
 
+    def and_barrier(self) -> None:
+        self()
+        dist.barrier()
+
 
 def row(kind: str, name: str, plan: Plan, results: Mapping[str, predictions.Rounds], steps: int) -> dict[str, Any]:
     figures = {way: result.figures() for way, result in results.items()}
     won, won_late = ([1 - share for share in results[y].over(results[x])] for x, y in SAVED)
-    foreseen, foreseen_late = (1 - figures[y]["predicted_ms"] / figures[x]["predicted_ms"] for x, y in SAVED)
+    predicted, by_own = (
+        [1 - figures[y][key] / figures[x][key] for x, y in SAVED] for key in ("predicted_ms", "by_own_ms")
+    )
     return {
         "table": kind,
         "schedule": name,
@@ -185,41 +192,47 @@ def row(kind: str, name: str, plan: Plan, results: Mapping[str, predictions.Roun
         "microbatches": plan.microbatches,
         "steps": steps,
         "rounds": len(won),
-        **{f"{way}_ms": each["measured_ms"] for way, each in figures.items()},
-        **{f"{way}_predicted_ms": each["predicted_ms"] for way, each in figures.items()},
-        **{f"{way}_{key}": each[key] for way, each in figures.items() for key in ("ratio", "ratio_quartiles")},
+        **{
+            f"{way}_{key.removeprefix('measured_')}": value
+            for way, each in figures.items()
+            for key, value in each.items()
+            if key != "rounds"
+        },
         **predictions.spread("won", won),
-        "won_predicted": foreseen,
+        "won_predicted": predicted[0],
+        "won_by_own": by_own[0],
         **predictions.spread("won_late", won_late),
-        "won_late_predicted": foreseen_late,
+        "won_late_predicted": predicted[1],
+        "won_late_by_own": by_own[1],
     }
 
 
-def predict(way: str, plan: Plan, costs: Costs, extra: float, schedule: Schedule, steps: int) -> float:
-    """Return the period of a loop; `extra` is the time of a norm and of what comes with it."""
+def predict(way: str, plan: Plan, costs: Costs, extra: float, schedule: Schedule, steps: int) -> predictions.Prediction:
+    """Return the prediction of a loop; `extra` is the time of a norm and of what comes with it."""
     updates = [costs.update] * plan.stages if isinstance(costs.update, float) else [*costs.update]
-    if way == "barrier":
-        return fpipe.simulate(updating(schedule), plan, costs).makespan
     if way in ("norm", "clipped"):  # all ranks update once the last one's gradients are there
-        return fpipe.simulate(schedule, plan, costs).makespan + extra + max(updates)
-    late = replace(costs, update=[update + extra for update in updates])
-    return fpipe.simulate(updating(schedule), plan, late, steps=steps).period
+        return predictions.Prediction(fpipe.lower(schedule, plan), costs, after=extra + max(updates))
+    later = replace(costs, update=[update + extra for update in updates])
+    programs = fpipe.lower(updating(schedule), plan)
+    return predictions.Prediction(programs, later, steps=1 if way == "barrier" else steps)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
         print("{table}, {schedule}: {ranks} ranks, {microbatches} microbatches, {steps} steps x {rounds}".format(**r))
-        print(f"{'':10}{'measured':>10} {'predicted':>10} {'ratio':>6} {'quartiles':>13}")
+        print(f"{'':10}{'measured':>10} {'predicted':>10} {'ratio':>6} {'quartiles':>13} {'by own':>10} {'ratio':>6}")
         for way in ("barrier", *OPTIONS):
             print(f"{way:10}{r[f'{way}_ms']:7.1f} ms {r[f'{way}_predicted_ms']:7.1f} ms", end="")
-            print(f" {r[f'{way}_ratio']:6.3f} {predictions.quartiles(r, f'{way}_ratio'):>13}")
+            print(f" {r[f'{way}_ratio']:6.3f} {predictions.quartiles(r, f'{way}_ratio'):>13}", end="")
+            print(f" {r[f'{way}_by_own_ms']:7.1f} ms {r[f'{way}_own_ratio']:6.3f}")
         for saved in ("won", "won_late"):
             quartiles = "{:.1%} to {:.1%}".format(*r[f"{saved}_quartiles"])
-            print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%} {quartiles:>20}", flush=True)
+            print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%} {quartiles:>20}", end="")
+            print(f" {r[f'{saved}_by_own']:10.1%}", flush=True)
 
 
 def main() -> None:
-    parser = models.parser(__doc__, rounds=5, limit=600)
+    parser = models.parser(__doc__, rounds=5, limit=1200)
     parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--steps", type=models.positive, default=10, help="of a loop; the later half is timed")

@@ -191,17 +191,19 @@ class Prediction(NamedTuple):
         costs: of the stages, by a profile.
         host: its times; beside a profile that for a piece, beside own pieces the others.
         steps: of the loop.
+        after: the seconds that a step takes after its effects.
     """
 
     programs: Programs
     costs: Costs
     host: HostTimes = HostTimes()
     steps: int = 1
+    after: float = 0.0
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
         """Return the time of the step, which in a loop begins before the last one ends; see `timeline`."""
         outside = self.host.step if own is not None and self.steps == 1 else 0.0
-        return self.timeline(own).period + outside
+        return self.timeline(own).period + outside + self.after
 
     def timeline(self, own: Mapping[Any, float] | None = None) -> Timeline:
         """Return the predicted timeline.
@@ -266,17 +268,12 @@ def milliseconds(step: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def period(step: Callable[[], object], steps: int, between: Callable[[], object] = lambda: None) -> float:
-    """Return the milliseconds of a step in a loop, of its later half, as `Timeline.period` does.
-
-    Args:
-        between: what comes after each step; nothing, or a barrier.
-    """
+def period(step: Callable[[], object], steps: int) -> float:
+    """Return the milliseconds of a step in a loop, of its later half, as `Timeline.period` does."""
     dist.barrier()
     ends = []
     for _ in range(steps):
         step()
-        between()
         ends.append(time.perf_counter())
     half = steps // 2
     return 1e3 * (ends[-1] - ends[half - 1]) / (steps - half)

@@ -100,6 +100,7 @@ def test_periods(printed):
             assert row["barrier_predicted_ms"] > row["free_predicted_ms"]
         for way in ("barrier", "free", "norm", "late", "clipped"):
             assert row[f"{way}_ratio"] == pytest.approx(row[f"{way}_ms"] / row[f"{way}_predicted_ms"])
+            assert row[f"{way}_own_ratio"] == pytest.approx(row[f"{way}_ms"] / row[f"{way}_by_own_ms"])
         assert row["won"] == pytest.approx(1 - row["free_ms"] / row["barrier_ms"])
         assert row["won_late"] == pytest.approx(1 - row["late_ms"] / row["norm_ms"])
 
@@ -110,7 +111,7 @@ def test_predicted_periods(schedule):
     plan, costs = Plan(Placement.loop(4), 8), Costs(2, 3, 1, update=0.5)
     step = simulate(schedule, plan, costs)
     extra = {"barrier": 0.0, "free": 0.0, "norm": 0.25, "late": 0.25, "clipped": 0.25}
-    period = {way: periods.predict(way, plan, costs, more, schedule, 10) for way, more in extra.items()}
+    period = {way: periods.predict(way, plan, costs, more, schedule, 10).seconds() for way, more in extra.items()}
     assert period["clipped"] == period["norm"] == step.makespan + 0.25 + 0.5
     assert period["free"] == pytest.approx(step.cost + 0.5)
     assert period["late"] == pytest.approx(step.cost + 0.25 + 0.5)
