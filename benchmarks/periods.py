@@ -25,7 +25,8 @@ An object has, in milliseconds:
   (`benchmarks.predictions`).
 - norm_predicted_ms, late_predicted_ms, clipped_predicted_ms: likewise, with the norm, the clipping, and for late_ms the
   copy of the old params and optimizer state, as measured on each rank by itself, and the slowest one's taken for all.
-- barrier_by_own_ms, free_by_own_ms and so on: predicted with the times of the pieces of the later half of the loop.
+- barrier_by_own_ms, free_by_own_ms and so on: predicted with the times of the pieces of the loop's later half, as it is
+  recorded. With a norm, updates are no pieces, and take as long as in the other prediction.
 - barrier_ratio, barrier_own_ratio and so on: measured over predicted, the median of the rounds' with quartiles.
 - won, won_predicted, won_by_own: the share of the period with a barrier that the loop without one saves. won has its
   quartiles.
@@ -61,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"max_norm": 1e-9, "post_validate": True},
 }
 """Those of `train_step`, by way."""
-SAVED = ("barrier", "free"), ("norm", "late")
+SAVED = {"won": ("barrier", "free"), "won_late": ("norm", "late")}
 
 
 class Model(NamedTuple):
@@ -131,9 +132,10 @@ def job(
         for way, options in OPTIONS.items():
             recording = fpipe.Recording(fpipe.lower(schedule if options else updating(schedule), plan))
             loop = Loop(train(observe=recording, **options), own, optimizer, batch, target)
-            loops[way] = predictions.Recorded(loop, recording, runs=steps - steps // 2)
+            recorded = partial(predictions.Recorded, recording=recording, runs=steps - steps // 2)
+            loops[way] = recorded(loop)
             if way == "free":
-                loops["barrier"] = predictions.Recorded(loop.and_barrier, recording, runs=steps - steps // 2)
+                loops["barrier"] = recorded(loop.and_barrier)
         period = partial(predictions.period, steps=steps)
         results = predictions.compare(loops, partial(predicted, schedule, own), rounds, period)
         yield [row(kind, name, plan, results, steps)]
@@ -145,7 +147,7 @@ def seconds(params: Any, way: str) -> float:
     factor = torch.ones((), dtype=torch.float64)
 
     def extra() -> None:
-        if way in ("norm", "late", "clipped"):
+        if "max_norm" in OPTIONS.get(way, {}):
             torch._foreach_norm(leaves, 2, torch.float64)
         if way in ("norm", "clipped"):
             torch._foreach_mul(leaves, factor)
@@ -179,31 +181,27 @@ class Loop:
         dist.barrier()
 
 
-def row(kind: str, name: str, plan: Plan, results: Mapping[str, predictions.Rounds], steps: int) -> dict[str, Any]:
+def row(kind: str, schedule: str, plan: Plan, results: Mapping[str, predictions.Rounds], steps: int) -> dict[str, Any]:
     figures = {way: result.figures() for way, result in results.items()}
-    won, won_late = ([1 - share for share in results[y].over(results[x])] for x, y in SAVED)
-    predicted, by_own = (
-        [1 - figures[y][key] / figures[x][key] for x, y in SAVED] for key in ("predicted_ms", "by_own_ms")
-    )
+    shares = dict[str, Any]()
+    for name, (way, without) in SAVED.items():
+        shares |= predictions.spread(name, [1 - share for share in results[without].over(results[way])])
+        for by in ("predicted", "by_own"):
+            shares[f"{name}_{by}"] = 1 - figures[without][f"{by}_ms"] / figures[way][f"{by}_ms"]
     return {
         "table": kind,
-        "schedule": name,
+        "schedule": schedule,
         "ranks": plan.ranks,
         "microbatches": plan.microbatches,
         "steps": steps,
-        "rounds": len(won),
+        "rounds": len(results["free"].measured),
         **{
             f"{way}_{key.removeprefix('measured_')}": value
             for way, each in figures.items()
             for key, value in each.items()
             if key != "rounds"
         },
-        **predictions.spread("won", won),
-        "won_predicted": predicted[0],
-        "won_by_own": by_own[0],
-        **predictions.spread("won_late", won_late),
-        "won_late_predicted": predicted[1],
-        "won_late_by_own": by_own[1],
+        **shares,
     }
 
 
@@ -212,9 +210,9 @@ def predict(way: str, plan: Plan, costs: Costs, extra: float, schedule: Schedule
     updates = [costs.update] * plan.stages if isinstance(costs.update, float) else [*costs.update]
     if way in ("norm", "clipped"):  # all ranks update once the last one's gradients are there
         return predictions.Prediction(fpipe.lower(schedule, plan), costs, after=extra + max(updates))
-    later = replace(costs, update=[update + extra for update in updates])
+    with_norm = replace(costs, update=[update + extra for update in updates])
     programs = fpipe.lower(updating(schedule), plan)
-    return predictions.Prediction(programs, later, steps=1 if way == "barrier" else steps)
+    return predictions.Prediction(programs, with_norm, steps=1 if way == "barrier" else steps)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -225,7 +223,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             print(f"{way:10}{r[f'{way}_ms']:7.1f} ms {r[f'{way}_predicted_ms']:7.1f} ms", end="")
             print(f" {r[f'{way}_ratio']:6.3f} {predictions.quartiles(r, f'{way}_ratio'):>13}", end="")
             print(f" {r[f'{way}_by_own_ms']:7.1f} ms {r[f'{way}_own_ratio']:6.3f}")
-        for saved in ("won", "won_late"):
+        for saved in SAVED:
             quartiles = "{:.1%} to {:.1%}".format(*r[f"{saved}_quartiles"])
             print(f"{saved:10}{r[saved]:10.1%} {r[f'{saved}_predicted']:10.1%} {quartiles:>20}", end="")
             print(f" {r[f'{saved}_by_own']:10.1%}", flush=True)

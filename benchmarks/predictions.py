@@ -7,8 +7,8 @@ than a prediction may be off, for seconds at a time, so each measured step has a
 
 Where the speed changes within a step too, no profile before it fits. So a step can be recorded (`Recorded`), and is
 then also predicted with the times of its own pieces, "by own". Transfers and copies take as long as in the first
-prediction, and the host's time is that outside of pieces: between them in equal parts for all messages, and once before
-the first one and after the last.
+prediction, and the host's time is that outside of pieces: an equal part for each message, and, in a step from barrier
+to barrier, that before its first piece and after its last one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -92,9 +92,9 @@ class HostTimes(NamedTuple):
     """The seconds of the host in a step.
 
     Args:
-        piece: by which it makes each piece longer than in a profile.
-        message: for each message, between the step's own pieces.
-        step: before the first piece and after the last one.
+        piece: what each piece takes beyond a profile.
+        message: what a message takes between the step's own pieces.
+        step: what a step from barrier to barrier takes before its first piece and after its last one.
     """
 
     piece: float = 0.0
@@ -105,10 +105,10 @@ class HostTimes(NamedTuple):
 class Host:
     """Measures the times of the host, by steps of GPipe.
 
-    For a piece it is what a step takes beyond its prediction by a profile, over the 2 (m + p - 1) pieces of m
-    microbatches on p ranks that run one after another. What a step takes once is a part of it, and what gloo's threads
-    take from the pieces. From the first piece to the last one, a step takes longer than its prediction by own pieces:
-    of that each message has a part.
+    The time for a piece is what a step takes beyond its prediction by a profile, over the 2 (m + p - 1) pieces of m
+    microbatches on p ranks that run one after another. It includes a part of what the step takes once, and what gloo's
+    threads take from the pieces. The time for a message is what a step takes from its first piece to its last one
+    beyond its prediction by own pieces, over the messages between pieces that run one after another.
 
     Args:
         microbatches: of the measured steps.
@@ -145,29 +145,31 @@ class Host:
     def seconds(self) -> float:
         """Measure the time for a piece, as on rank 0."""
         predicted = self._prediction().seconds()
-        return self._of_piece(statistics.median(self._took() for _ in range(models.REPEATS)) - predicted)
+        took = statistics.median(self._step_seconds() for _ in range(models.REPEATS))
+        return self._measured((took - predicted) / self.pieces).piece
 
     def measure(self) -> HostTimes:
         """Measure all of them, as on rank 0."""
         prediction = self._prediction()
         predicted, runs = prediction.seconds(), [self._outside(prediction) for _ in range(models.REPEATS)]
-        took, message, step = map(statistics.median, zip(*runs, strict=True))
-        piece = self._of_piece(took - predicted)
-        return HostTimes(piece, *on_first(lambda: [max(0.0, seconds) for seconds in (message, step)]))
+        took, message, outside = map(statistics.median, zip(*runs, strict=True))
+        return self._measured((took - predicted) / self.pieces, message, outside)
 
     def _prediction(self) -> Prediction:
         return Prediction(self.step.programs, replace(self.costs(), communication=self.link))
 
-    def _took(self) -> float:
+    def _step_seconds(self) -> float:
         return 1e-3 * milliseconds(self.step)
 
-    def _of_piece(self, beyond: float) -> float:
-        self.times.append(on_first(lambda: max(0.0, beyond / self.pieces)))
-        return self.times[-1]
+    def _measured(self, *seconds: float) -> HostTimes:
+        """Return the times as rank 0 measured them, none of which is below 0."""
+        times = on_first(lambda: HostTimes(*(max(0.0, each) for each in seconds)))
+        self.times.append(times.piece)
+        return times
 
     def _outside(self, prediction: Prediction) -> tuple[float, float, float]:
         """Return the time of a step, that for a message between its pieces, and that before and after them."""
-        took, span, own = self._took(), self.step.span(), self.step.times()
+        took, span, own = self._step_seconds(), self.step.span(), self.step.times()
         by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
         share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
         return took, share * (span - by_own), took - span
@@ -189,8 +191,8 @@ class Prediction(NamedTuple):
     Args:
         programs: as they run.
         costs: of the stages, by a profile.
-        host: its times; beside a profile that for a piece, beside own pieces the others.
-        steps: of the loop.
+        host: its times: a prediction by a profile has that for a piece, and one by own pieces the others.
+        steps: of the loop; 1 for a step from barrier to barrier.
         after: the seconds that a step takes after its effects.
     """
 
@@ -201,7 +203,7 @@ class Prediction(NamedTuple):
     after: float = 0.0
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
-        """Return the time of the step, which in a loop begins before the last one ends; see `timeline`."""
+        """Return the time of the step, in a loop without what the host takes at its ends; see `timeline`."""
         outside = self.host.step if own is not None and self.steps == 1 else 0.0
         return self.timeline(own).period + outside + self.after
 
@@ -219,11 +221,11 @@ class Prediction(NamedTuple):
         return simulate_programs(programs, replace(self.costs, overlap=None), self.steps)
 
 
-def timed_by(own: Mapping[Any, float], messages: Mapping[Any, int], host: float) -> Table:
+def timed_by(own: Mapping[Any, float], messages: Mapping[Any, int], for_message: float) -> Table:
     """Return the table in which each effect that has a time of its own takes that, and the host's for its messages."""
 
     def time_of(effect: Any, _: object) -> float:
-        return own[effect] + messages.get(effect, 0) * host
+        return own[effect] + messages.get(effect, 0) * for_message
 
     kinds = {type(effect) for effect in own}
     return TABLE.extended({kind: TABLE.effects[kind]._replace(time=time_of) for kind in kinds})
@@ -251,9 +253,14 @@ def on_first(compute: Callable[[], T]) -> T:
     if not dist.is_initialized():
         return compute()
     results: list[Any] = [compute() if dist.get_rank() == 0 else None]
-    group = dist.new_group(timeout=datetime.timedelta(seconds=SEARCH))
-    dist.broadcast_object_list(results, 0, group)
+    dist.broadcast_object_list(results, 0, patient(dist.group.WORLD))
     return cast(T, results[0])
+
+
+@cache
+def patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of all processes in which these wait for as long as a search may take."""
+    return dist.new_group(timeout=datetime.timedelta(seconds=SEARCH))
 
 
 # Measured
@@ -301,25 +308,25 @@ class Recorded:
 
         An update of a stage with copies takes that of the slower one.
         """
-        each = of_all(own_seconds(self.measurements))
+        each = gathered(own_seconds(self.measurements))
         effects = {*itertools.chain(*each)}
         return {effect: max(seconds.get(effect, 0.0) for seconds in each) for effect in effects}
 
     def span(self) -> float:
         """Return the seconds of the last run from its first piece on any rank to its last one. Every process calls it.
 
-        The processes read one clock.
+        The processes are on one machine, and read its clock.
         """
         _, starts, ends = zip(*pieces_of(self.measurements[-1]), strict=True)
-        first, last = zip(*of_all((min(starts), max(ends))), strict=True)
+        first, last = zip(*gathered((min(starts), max(ends))), strict=True)
         return max(last) - min(first)
 
 
-def of_all(mine: T) -> list[T]:
-    """Return what each process passes."""
-    each: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(each, mine)
-    return each
+def gathered(value: T) -> list[T]:
+    """Return the values of all processes. Every process calls it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def recorded(make: Callable[..., Callable[..., object]], programs: Programs, *arguments: Any) -> Recorded:

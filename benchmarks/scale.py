@@ -6,12 +6,13 @@
     python -m benchmarks.scale --out scale.json scale.svg       # and into a file, with the machine, and a figure
 
 The stages are those of `benchmarks.peers`. Before each step two processes profile them at the same time, so that both
-cores are as busy as in a run, and measure the host's time for a piece; the link is measured once. With that, a step of
+cores are as busy as in a run, and measure the host's times; the link is measured once. With that, a step of
 each schedule on 2 ranks is predicted (`benchmarks.predictions`), and run over gloo and recorded. The difference is
 split into parts, as means over the ranks: pieces that took longer, longer waits for values, the host's time between
 pieces, in which the ranks also agree on the step, and the ends of a step, before the first piece and after the last,
-where they share the loss. The simulation models only the drain of the ends. `ratio` is measured over predicted, the
-median of the rounds'. `by own` is predicted with the times of the measured step's own pieces.
+where they share the loss. Of the ends, the simulation models only the drain. `ratio` is measured over predicted, the
+median of the rounds'. `by own` is predicted with the times of the measured step's own pieces, and the host's time
+between them and at the ends.
 
 For more ranks the model grows, two layers on each: the first and the last as profiled, those between as their median. A
 batch of as many microbatches is spread over ever more ranks. Schedules are in their usual order, for passes that take

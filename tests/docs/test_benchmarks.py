@@ -6,6 +6,7 @@ import sys
 import time
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,10 @@ def test_predicted_periods(schedule):
     assert period["free"] == pytest.approx(step.cost + 0.5)
     assert period["late"] == pytest.approx(step.cost + 0.25 + 0.5)
     assert step.makespan <= period["barrier"] <= step.makespan + 0.5
+    for way, more in extra.items():  # by own pieces: with a norm, updates are none
+        programs = lower(schedule if way in ("norm", "late", "clipped") else updating(schedule), plan)
+        own = {effect: costs.time(effect) for effect in passes(programs)}
+        assert periods.predict(way, plan, costs, more, schedule, 10).seconds(own) == pytest.approx(period[way])
 
 
 @pytest.mark.skipif(not ALL, reason="torch's schedules take ten seconds to import and run: FPIPE_TESTS=all runs it")
@@ -252,6 +257,7 @@ def of_vocabulary(rank):
     vocabulary.TABLES["timed4"] = vocabulary.Table(4, 8, 4, 1)
     with pytest.MonkeyPatch.context() as patch:  # a busy host may take as long for a piece as its 1 ms
         predictions = benchmark("predictions")
+        patch.setattr(predictions.Host, "seconds", lambda _: 1e-5)
         patch.setattr(predictions.Host, "measure", lambda _: predictions.HostTimes(1e-5, 1e-5, 1e-5))
         (rows,) = vocabulary.job(rank, 4, "timed4", 1)
     return rows
@@ -486,18 +492,30 @@ def test_by_own_times_the_host_takes_time_before_and_after_a_step():
 
 
 def span_of_two(rank):
-    """The span of a step; pieces take from 3 to 9 on rank 0, from 4 to 8 on rank 1, and posts from 1 to 11."""
+    """The span of a step; pieces take from 3 to 9 on rank 0, from 4 to 10 on rank 1, and posts from 1 to 11."""
     predictions, programs = benchmark("predictions"), lower("gpipe", Plan(Placement.loop(2), 4))
     tracks = [TABLE.effects[type(effect)].track for effect in programs[rank]]
     starts = array("d", [3.0 + rank if track == "compute" else 1.0 for track in tracks])
-    ends = array("d", [9.0 - rank if track == "compute" else 11.0 for track in tracks])
+    ends = array("d", [9.0 + rank if track == "compute" else 11.0 for track in tracks])
     step = predictions.Recorded(lambda: None, fpipe.Recording(programs))
     step.measurements.append(Measurement(programs, {rank: Columns(starts, ends, array("d"), array("d"))}))
     return step.span()
 
 
 def test_a_step_spans_the_pieces_of_all_ranks(pools):
-    assert pools(2).run(span_of_two) == [6.0, 6.0]
+    assert pools(2).run(span_of_two) == [7.0, 7.0]
+
+
+def test_the_host_takes_what_a_step_takes_outside_of_its_pieces():
+    """A step of GPipe takes 20 s, 18 of them from its first piece to its last one, and 15 by its pieces."""
+    predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(1, 1, 1)
+    programs = lower("gpipe", plan)
+    own = {effect: costs.time(effect) for effect in passes(programs)}
+    step = SimpleNamespace(span=lambda: 18.0, times=lambda: own)
+    host = SimpleNamespace(_step_seconds=lambda: 20.0, step=step)
+    took, message, outside = predictions.Host._outside(host, predictions.Prediction(programs, costs))
+    assert (took, outside) == (20.0, 2.0)
+    assert message == pytest.approx(3 / (2 * (4 + 1)))
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
