@@ -26,6 +26,8 @@ in one process, at the same time and each by itself, so that they share caches a
 a prefill and of a decode of a stage are those of its rank, in processor time of the thread. The link is measured
 (`benchmarks.predictions.ping`); a message has the hidden states of one token. The host's time for a piece is what a
 call with short stages takes beyond such a prediction, over the pieces that run one after another.
+`by_own_ms` is predicted with the times that the call's own pieces took, and the host's between them and at its ends, as
+in `benchmarks.predictions`; `own_ratio` is the median of the rounds' quotients.
 """
 
 from __future__ import annotations
@@ -43,8 +45,10 @@ import torch.distributed as dist
 
 import fpipe
 from benchmarks import models, predictions
+from benchmarks.recordings import Recorded, gathered
 from fpipe import Batch, Cache, Costs, Link, Pipeline, Placement, Plan, Recording, Stage, handlers
 from fpipe.interop.transformers import split_with_cache
+from fpipe.profiling.observers import Several
 
 PROMPTS, LENGTH = 8, 32
 VOCABULARY = 9  # tokens for each of the model's width
@@ -70,6 +74,7 @@ class Rounds:
         busy: those that the pieces of each rank took.
         host: those that the host took between these.
         predicted: the seconds that the ranks' calls are predicted to take.
+        by_own: those that they are by the times of their own pieces.
         texts: the tokens of each way, in the last round.
     """
 
@@ -78,18 +83,21 @@ class Rounds:
     busy: list[list[float]] = field(default_factory=list)
     host: list[list[float]] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
+    by_own: list[float] = field(default_factory=list)
     texts: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass
 class Generation:
-    """Calls of a pipeline on some prompts, recorded in processor time.
+    """Calls of a pipeline on some prompts.
 
     Args:
+        call: recorded in seconds.
         plan: of its program.
+        recording: in processor time.
     """
 
-    call: Callable[[], torch.Tensor]
+    call: Recorded
     plan: Plan
     recording: Recording
 
@@ -101,11 +109,12 @@ class Generation:
         placement = Placement([0] * ranks) if isinstance(handler, handlers.Local) else Placement.loop(ranks)
         plan, tokens, slices = pipeline.plan(placement, setting.microbatches), setting.tokens, setting.slices
         program = replace(plan, tokens=slices - 1 + tokens, prefills=slices)
-        recording = Recording(fpipe.lower(fpipe.autoregressive, program), clock=time.thread_time)
-        options: dict[str, Any] = {"max_new_tokens": tokens, "prompt_slices": slices, "observe": recording}
+        programs = fpipe.lower(fpipe.autoregressive, program)
+        recordings = Recording(programs), Recording(programs, clock=time.thread_time)
+        options: dict[str, Any] = {"max_new_tokens": tokens, "prompt_slices": slices, "observe": Several(recordings)}
         run = fpipe.generator(pipeline, plan, handler=handler, **options)
         own = pipeline.params_on(params, plan, handler)
-        return cls(lambda: run(own, prompts), program, recording)
+        return cls(Recorded(lambda: run(own, prompts), recordings[0]), program, recordings[1])
 
     def times(self) -> Costs:
         """Call it in every process at once; return the times of each stage as its rank took them."""
@@ -113,7 +122,7 @@ class Generation:
         self.call()
         own, stages = self.recording.measurement().costs(), self.plan.stages
         decodes = own.decode or [0.0] * stages  # one new token is the prefill's
-        every = of_every_rank((own.prefill, decodes), stages)
+        every = gathered((own.prefill, decodes))
         prefill, decode = ([each[stage] for stage, each in enumerate(kind)] for kind in zip(*every, strict=True))
         return Costs(prefill=prefill, decode=decode)
 
@@ -126,6 +135,10 @@ class Generation:
         prefill, decode = ([seconds + host for seconds in each] for each in (times.prefill, times.decode))
         costs = replace(times, prefill=prefill, decode=decode, communication=link)
         return fpipe.simulate(fpipe.autoregressive, self.plan, costs).makespan
+
+    def by_own(self, link: Link) -> predictions.Prediction:
+        """Return the prediction of a call by the times of its own pieces, without the host's."""
+        return predictions.Prediction(self.call.programs, Costs(communication=link))
 
 
 class Short:
@@ -143,14 +156,11 @@ class Short:
         self.by_ranks.call()
         self.alone.call()
 
-    def seconds(self) -> float:
-        """Return the seconds of the host for a piece, as on rank 0."""
-        times = self.alone.times()
-        dist.barrier()
-        _, took = timed(self.by_ranks.call)
-        return predictions.on_first(
-            lambda: max(0.0, took - self.by_ranks.predicted(times, self.link, 0.0)) / self.pieces
-        )
+    def measure(self) -> predictions.HostTimes:
+        """Return the host's times, as on rank 0."""
+        predicted = self.by_ranks.predicted(self.alone.times(), self.link, 0.0)
+        took, message, ends = predictions.outside(self.by_ranks.call, self.by_ranks.by_own(self.link))
+        return predictions.as_on_first((took - predicted) / self.pieces, message, ends)
 
 
 def job(rank: int, ranks: int, settings: Sequence[Setting], rounds: int) -> Iterator[list[dict[str, Any]]]:
@@ -194,27 +204,23 @@ def run(model: Any, pipeline: Pipeline, params: Any, ranks: int, setting: Settin
     ways = [by_ranks.call, alone.call, lambda: model.generate(prompts, **batch, do_sample=False, pad_token_id=0)]
     calls = Rounds()
     for at in range(rounds + 1):
-        results, predicted = [], by_ranks.predicted(profiled.times(), link, short.seconds())
+        results, times, host = [], profiled.times(), short.measure()
         for way in ways:
             dist.barrier()
             if way is by_ranks.call or dist.get_rank() == 0:
                 results.append(timed(way))
-        accounts = of_every_rank(by_ranks.recording.measurement().account(dist.get_rank()), ranks)
+        own = by_ranks.call.times()
+        accounts = gathered(by_ranks.recording.measurement().account(dist.get_rank()))
         if at and dist.get_rank() == 0:
             calls.texts = [tokens for tokens, _ in results]
             for each, (_, seconds) in zip(calls.seconds.values(), results, strict=True):
                 each.append(seconds)
             calls.alone.append(alone.recording.measurement().account(0).compute)
-            calls.predicted.append(predicted)
+            calls.predicted.append(by_ranks.predicted(times, link, host.piece))
+            calls.by_own.append(by_ranks.by_own(link)._replace(host=host).seconds(own))
             calls.busy.append([account.compute for account in accounts])
             calls.host.append([sum(account.between) for account in accounts])
     return calls
-
-
-def of_every_rank(value: Any, ranks: int) -> list[Any]:
-    values = [None] * ranks
-    dist.all_gather_object(values, value)
-    return values
 
 
 def timed(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float]:
@@ -249,6 +255,8 @@ def row(ranks: int, setting: Setting, calls: Rounds) -> dict[str, Any]:
         "predicted_ms": 1e3 * statistics.median(calls.predicted),
         "measured_ms": 1e3 * statistics.median(whole),
         "measured_over_predicted": statistics.median(map(truediv, whole, calls.predicted)),
+        "by_own_ms": 1e3 * statistics.median(calls.by_own),
+        "own_ratio": statistics.median(map(truediv, whole, calls.by_own)),
         "bound": statistics.median(one / max(each) for one, each in zip(calls.alone, calls.busy, strict=True)),
         "busy": shares(calls.busy),
         "host": shares(calls.host),
@@ -263,7 +271,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{each['model']}, {each['prompts']} prompts in {each['microbatches']} microbatches"
             f"{' and {prompt_slices} slices'.format(**each) if each['prompt_slices'] > 1 else ''}, {each['tokens']} "
             f"new tokens, {each['ranks']} ranks: {each['tokens_per_s']:.0f} tokens/s, in {each['measured_ms']:.0f} ms "
-            f"({each['predicted_ms']:.0f} predicted, ratio {each['measured_over_predicted']:.2f}), one process "
+            f"({each['predicted_ms']:.0f} predicted, ratio {each['measured_over_predicted']:.2f}; by own pieces "
+            f"{each['by_own_ms']:.0f}, ratio {each['own_ratio']:.2f}), one process "
             f"{each['one_process']:.0f} (ratio {each['ratio']:.2f}, bound {each['bound']:.2f}; pieces take "
             f"{', '.join(f'{share:.0%}' for share in each['busy'])} of each rank's time, and the host between them "
             f"{', '.join(f'{share:.0%}' for share in each['host'])}), model.generate of the batch "

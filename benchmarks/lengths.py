@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, predictions, timed
+from benchmarks import models, predictions, recordings, timed
 from fpipe import Costs, Link, Microbatches, Pipeline, handlers, interop
 from fpipe.schedules.catalogue import CATALOGUE
 
@@ -107,7 +107,7 @@ def of_schedule(
         each = lengths[sigma, order] = [each[i] for i in ordered(each)]
         batch, target = map(Microbatches, zip(*(data(kind, n) for n in each), strict=True))
         call = partial(step, pipeline.params_on(params, plan, handler.rank), batch, target)
-        calls[sigma, order] = predictions.Recorded(call, recording)
+        calls[sigma, order] = recordings.Recorded(call, recording)
     every = [length for each in lengths.values() for length in each]
     count = 1 if kind == "timed" else models.PROFILED
     options: dict[str, Any] = {"microbatches": count, "autodiff": "graph", "handler": handler}

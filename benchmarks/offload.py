@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, predictions, timed
+from benchmarks import models, predictions, recordings, timed
 from fpipe import Costs, Pipeline, Placement, ScheduleError, handlers
 from fpipe.effects import Offload, Recompute
 
@@ -118,9 +118,9 @@ def job(rank: int, ranks: int, name: str, layer: float, rounds: int) -> Iterator
     live = {way: fpipe.LiveBytes() for way in WAYS}
     make = partial(fpipe.value_and_grad, pipeline, schedule, plan, **options)
 
-    def recorded(way: str) -> predictions.Recorded:
+    def recorded(way: str) -> recordings.Recorded:
         programs = fpipe.lower(schedule, plan, offload=ways[way])
-        return predictions.recorded(partial(make, offload=ways[way]), programs, own, batch, target)
+        return recordings.recorded(partial(make, offload=ways[way]), programs, own, batch, target)
 
     steps = {way: recorded(way) for way in WAYS}
     compare([step() for step in steps.values()])

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks import mixed_models, models, periods, predictions, timed
+from benchmarks import mixed_models, models, periods, predictions, recordings, timed
 from benchmarks.offload import peak
 from fpipe import Costs, Pipeline, Placement, Plan, handlers, interop, schedules
 from fpipe.effects import Offload, Recompute
@@ -344,14 +344,14 @@ class Process:
         """Return the costs of a layout's stages, as the machine is when it is called."""
         return self.profile(found.cuts, predictions.REPEATS)
 
-    def loop(self, found: Found) -> predictions.Recorded:
+    def loop(self, found: Found) -> recordings.Recorded:
         """Return a training loop of a layout."""
         pipeline, params, options = self.step(found)
         updated = schedules.updating(found.schedule)
         recording = fpipe.Recording(fpipe.lower(updated, found.plan, offload=found.offload))
         train = fpipe.train_step(pipeline, found.schedule, found.plan, self.optimizer, observe=recording, **options)
         loop = periods.Loop(train, params, self.optimizer, *self.layers.data(found.plan.microbatches))
-        return predictions.Recorded(loop, recording, runs=LOOP - LOOP // 2)
+        return recordings.Recorded(loop, recording, runs=LOOP - LOOP // 2)
 
     def sizes(self, found: Found) -> dict[str, Any]:
         """Return the most live bytes of the rank that has the most, predicted and measured."""

@@ -46,7 +46,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from benchmarks import models, predictions, timed
+from benchmarks import models, predictions, recordings, timed
 from fpipe import Costs, Pipeline, Placement, handlers, interop
 from fpipe.plan import Plan, Schedule
 from fpipe.schedules import one_f_one_b, updating, zb_auto, zb_h2
@@ -128,11 +128,11 @@ def job(
         schedule = schedule_of(name, plan, first)
         train = partial(fpipe.train_step, pipeline, schedule, plan, optimizer, handler=handler, autodiff="graph")
         own = pipeline.params_on(params, plan, rank)
-        loops = dict[str, predictions.Recorded]()
+        loops = dict[str, recordings.Recorded]()
         for way, options in OPTIONS.items():
             recording = fpipe.Recording(fpipe.lower(schedule if options else updating(schedule), plan))
             loop = Loop(train(observe=recording, **options), own, optimizer, batch, target)
-            recorded = partial(predictions.Recorded, recording=recording, runs=steps - steps // 2)
+            recorded = partial(recordings.Recorded, recording=recording, runs=steps - steps // 2)
             loops[way] = recorded(loop)
             if way == "free":
                 loops["barrier"] = recorded(loop.and_barrier)

@@ -5,20 +5,19 @@ piece (`with_host`), and with a measured link (`ping`). Where pieces compute, th
 than a prediction may be off, for seconds at a time, so each measured step has a profile of its own, right before it
 (`compare`). A ratio is measured over predicted.
 
-Where the speed changes within a step too, no profile before it fits. So a step can be recorded (`Recorded`), and is
-then also predicted with the times of its own pieces, "by own". Transfers and copies take as long as in the first
-prediction, and the host's time is that outside of pieces: an equal part for each message, and, in a step from barrier
-to barrier, that before its first piece and after its last one.
+Where the speed changes within a step too, no profile before it fits. So a step can be recorded
+(`benchmarks.recordings`), and is then also predicted with the times of its own pieces, "by own". Transfers and copies
+take as long as in the first prediction, and the host's time is that outside of pieces: an equal part for each message,
+and, in a step from barrier to barrier, that before its first piece and after its last one.
 """
 
 from __future__ import annotations
 
 import datetime
-import itertools
 import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -29,7 +28,8 @@ from torch import Tensor
 
 import fpipe
 from benchmarks import models
-from fpipe import Costs, Link, Measurement, Pipeline, Placement, Plan, Recording, Timeline, handlers
+from benchmarks.recordings import Recorded, recorded
+from fpipe import Costs, Link, Pipeline, Placement, Plan, Timeline, handlers
 from fpipe.effects import Recv, Send, parts
 from fpipe.programs.program import Programs, plan_of
 from fpipe.schedules.grouping import Grouping
@@ -145,39 +145,41 @@ class Host:
     def seconds(self) -> float:
         """Measure the time for a piece, as on rank 0."""
         predicted = self._prediction().seconds()
-        took = statistics.median(self._step_seconds() for _ in range(models.REPEATS))
+        took = statistics.median(1e-3 * milliseconds(self.step) for _ in range(models.REPEATS))
         return self._measured((took - predicted) / self.pieces).piece
 
     def measure(self) -> HostTimes:
         """Measure all of them, as on rank 0."""
         prediction = self._prediction()
-        predicted, runs = prediction.seconds(), [self._outside(prediction) for _ in range(models.REPEATS)]
-        took, message, outside = map(statistics.median, zip(*runs, strict=True))
-        return self._measured((took - predicted) / self.pieces, message, outside)
+        predicted, runs = prediction.seconds(), [outside(self.step, prediction) for _ in range(models.REPEATS)]
+        took, message, step = map(statistics.median, zip(*runs, strict=True))
+        return self._measured((took - predicted) / self.pieces, message, step)
 
     def _prediction(self) -> Prediction:
         return Prediction(self.step.programs, replace(self.costs(), communication=self.link))
 
-    def _step_seconds(self) -> float:
-        return 1e-3 * milliseconds(self.step)
-
     def _measured(self, *seconds: float) -> HostTimes:
-        """Return the times as rank 0 measured them, none of which is below 0."""
-        times = on_first(lambda: HostTimes(*(max(0.0, each) for each in seconds)))
+        times = as_on_first(*seconds)
         self.times.append(times.piece)
         return times
-
-    def _outside(self, prediction: Prediction) -> tuple[float, float, float]:
-        """Return the time of a step, that for a message between its pieces, and that before and after them."""
-        took, span, own = self._step_seconds(), self.step.span(), self.step.times()
-        by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
-        share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
-        return took, share * (span - by_own), took - span
 
     @property
     def milliseconds(self) -> float:
         """The median of the times for a piece that were measured."""
         return 1e3 * statistics.median(self.times)
+
+
+def outside(step: Recorded, prediction: Prediction) -> tuple[float, float, float]:
+    """Run a step; return its time, that for a message between its pieces, and that before and after them."""
+    took, span, own = 1e-3 * milliseconds(step), step.span(), step.times()
+    by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
+    share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
+    return took, share * (span - by_own), took - span
+
+
+def as_on_first(*seconds: float) -> HostTimes:
+    """Return the host's times as rank 0 measured them, none of which is below 0."""
+    return on_first(lambda: HostTimes(*(max(0.0, each) for each in seconds)))
 
 
 def with_host(costs: Costs, plan: Plan, host: float) -> Costs:
@@ -204,8 +206,8 @@ class Prediction(NamedTuple):
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
         """Return the time of the step, in a loop without what the host takes at its ends; see `timeline`."""
-        outside = self.host.step if own is not None and self.steps == 1 else 0.0
-        return self.timeline(own).period + outside + self.after
+        at_ends = self.host.step if own is not None and self.steps == 1 else 0.0
+        return self.timeline(own).period + at_ends + self.after
 
     def timeline(self, own: Mapping[Any, float] | None = None) -> Timeline:
         """Return the predicted timeline.
@@ -284,83 +286,6 @@ def period(step: Callable[[], object], steps: int) -> float:
         ends.append(time.perf_counter())
     half = steps // 2
     return 1e3 * (ends[-1] - ends[half - 1]) / (steps - half)
-
-
-class Recorded:
-    """A step that is recorded, for predictions with the times of its own pieces.
-
-    Args:
-        step: the recording observes it.
-        runs: how many of the last ones count.
-    """
-
-    def __init__(self, step: Callable[[], object], recording: Recording, runs: int = 1) -> None:
-        self.step, self.recording, self.programs = step, recording, recording.programs
-        self.measurements = deque[Measurement](maxlen=runs)
-
-    def __call__(self) -> object:
-        result = self.step()
-        self.measurements.append(self.recording.measurement())
-        return result
-
-    def times(self) -> dict[Any, float]:
-        """Return the seconds of each piece and update of all ranks, by their effects. Every process calls it.
-
-        An update of a stage with copies takes that of the slower one.
-        """
-        each = gathered(own_seconds(self.measurements))
-        effects = {*itertools.chain(*each)}
-        return {effect: max(seconds.get(effect, 0.0) for seconds in each) for effect in effects}
-
-    def span(self) -> float:
-        """Return the seconds of the last run from its first piece on any rank to its last one. Every process calls it.
-
-        The processes are on one machine, and read its clock.
-        """
-        _, starts, ends = zip(*pieces_of(self.measurements[-1]), strict=True)
-        first, last = zip(*gathered((min(starts), max(ends))), strict=True)
-        return max(last) - min(first)
-
-
-def gathered(value: T) -> list[T]:
-    """Return the values of all processes. Every process calls it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def recorded(make: Callable[..., Callable[..., object]], programs: Programs, *arguments: Any) -> Recorded:
-    """Return a step that is recorded.
-
-    Args:
-        make: `value_and_grad` but for `observe=`, which it takes.
-        programs: as they run.
-        arguments: those of the step.
-    """
-    recording = Recording(programs)
-    return Recorded(partial(make(observe=recording), *arguments), recording)
-
-
-def pieces_of(measurement: Measurement) -> Iterator[tuple[Any, float, float]]:
-    """Yield each effect that computes, of those that this process measured, with its start and its end."""
-    for rank, columns in measurement.columns.items():
-        program = measurement.programs[rank]
-        for effect, start, end in zip(program, columns.starts, columns.ends, strict=True):
-            if program.table.effects[type(effect)].track == "compute":
-                yield effect, start, end
-
-
-def own_seconds(measurements: Collection[Measurement]) -> dict[Any, float]:
-    """Return the seconds of each piece and update that this process measured, by their effects: means of the steps.
-
-    Two passes that run together take half of their time each.
-    """
-    sums: Counter[Any] = Counter()
-    for effect, start, end in itertools.chain(*map(pieces_of, measurements)):
-        passes = parts(effect)
-        for one in passes:
-            sums[one] += (end - start) / len(passes) / len(measurements)
-    return dict(sums)
 
 
 @dataclass

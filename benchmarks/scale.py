@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import fpipe
-from benchmarks import models, predictions
+from benchmarks import models, predictions, recordings
 from fpipe import Costs, Link, handlers, interop, schedules
 from fpipe.plan import Schedule
 from fpipe.schedules.catalogue import CATALOGUE
@@ -112,7 +112,7 @@ class Step:
         self.plan = pipeline.plan(placement, models.MICROBATCHES)
         make = partial(fpipe.value_and_grad, pipeline, SCHEDULES[name], self.plan, handler=handler)
         own = pipeline.params_on(params, self.plan, handler.rank)
-        self.run = predictions.recorded(make, fpipe.lower(SCHEDULES[name], self.plan), own, *models.data(width))
+        self.run = recordings.recorded(make, fpipe.lower(SCHEDULES[name], self.plan), own, *models.data(width))
         self.run()
         self.measured = list[Parts]()
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks import models, predictions, timed
+from benchmarks import models, predictions, recordings, timed
 from examples import long_sequences
 from fpipe import Costs, Pipeline, Placement, Plan, Stage, handlers
 
@@ -95,8 +95,8 @@ class Process:
         own = self.pipeline.params_on(self.params, plan, self.handler.rank)
         return partial(step, own, *data(self.kind, MICROBATCHES))
 
-    def recorded(self, case: Case) -> predictions.Recorded:
-        return predictions.recorded(partial(self.step, case), fpipe.lower(case.schedule, self.plan(case)))
+    def recorded(self, case: Case) -> recordings.Recorded:
+        return recordings.recorded(partial(self.step, case), fpipe.lower(case.schedule, self.plan(case)))
 
     def profile(self, slices: int, repeats: int) -> Costs:
         count = models.PROFILED if self.kind == "real" else 1

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from benchmarks import models, partitions, predictions, timed
+from benchmarks import models, partitions, predictions, recordings, timed
 from examples import gpt2_tied
 from fpipe import Batch, Costs, Edges, Output, Pipeline, Placement, Plan, Stage, handlers, interop
 from fpipe.plan import Schedule
@@ -211,14 +211,14 @@ class Process:
             return Grouping(self.layers, way.layers).costs(self.of_layers, way.plan)
         return self.profile(not way.layers, [*accumulate(way.layers)][:-1], predictions.REPEATS)
 
-    def step(self, way: Way) -> predictions.Recorded:
+    def step(self, way: Way) -> recordings.Recorded:
         in_parts, cuts = not way.layers, [*accumulate(way.layers)][:-1]
         pipeline, params = self.model.in_parts() if in_parts else self.model.in_layers(cuts)
         options: dict[str, Any] = {"handler": self.handler, "autodiff": "graph"}
         make = partial(fpipe.value_and_grad, pipeline, way.schedule, way.plan, **options)
         own = pipeline.params_on(params, way.plan, self.handler.rank)
         data = self.model.data(self.table.microbatches, in_parts)
-        return predictions.recorded(make, fpipe.lower(way.schedule, way.plan), own, *data)
+        return recordings.recorded(make, fpipe.lower(way.schedule, way.plan), own, *data)
 
 
 def has_no_copies(found: Found) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
 import fpipe
-from benchmarks import models, periods, restart_job, strategies, timed
+from benchmarks import models, periods, recordings, restart_job, strategies, timed
 from fpipe import Costs, Measurement, Placement, Plan, lower, simulate
 from fpipe.effects import Backward, BackwardInput, Forward, Recompute, parts
 from fpipe.schedules import CATALOGUE, one_f_one_b, updating, zb_h2
@@ -330,18 +330,20 @@ def test_rates_of_generating_are_compared_within_a_round():
     seconds = {"tokens_per_s": [1.0, 3.0, 0.7], "one_process": [1.5, 3.0, 1.4], "batch_generate": [0.5, 1.5, 0.7]}
     busy = [[0.75, 0.5], [1.5, 2.0], [0.5, 0.5]]
     host = [[0.1, 0.2], [0.3, 0.6], [0.07, 0.14]]
-    calls = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [0.8, 3.0, 0.5], found)
+    predicted, by_own = [0.8, 3.0, 0.5], [0.5, 1.5, 0.7]
+    calls = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, predicted, by_own, found)
     row = generate.row(2, generate.Setting(64, 4, 4, 1), calls)
     assert row.keys() >= {"model", "prompts", "microbatches", "tokens", "prompt_slices", "ranks", "batch_generate"}
     assert (row["tokens_per_s"], row["one_process"]) == (tokens / 1.0, tokens / 1.5)
     assert (row["ratio"], row["batch_ratio"], row["equal"]) == (1.5, 0.5, True)
     assert (row["predicted_ms"], row["measured_ms"]) == (800, 1000)
     assert row["measured_over_predicted"] == pytest.approx(1.25)  # of 1 / 0.8, 3 / 3 and 0.7 / 0.5
+    assert (row["by_own_ms"], row["own_ratio"]) == (700, 2)
     assert row["bound"] == pytest.approx(1.6)  # of 1.2 / 0.75, 3 / 2 and 0.9 / 0.5
     assert row["busy"] == pytest.approx([0.5 / 0.7, 2 / 3])
     assert row["host"] == pytest.approx([0.1, 0.2])
-    other = generate.Rounds(seconds, [1.2, 3.0, 0.9], busy, host, [0.8, 3.0, 0.5], [*found[:2], torch.zeros(8, 3)])
-    assert not generate.row(2, generate.Setting(64, 4, 4, 1), other)["equal"]
+    calls.texts = [*found[:2], torch.zeros(8, 3)]
+    assert not generate.row(2, generate.Setting(64, 4, 4, 1), calls)["equal"]
 
 
 @pytest.mark.skipif(not ALL, reason="an export in each process takes ten seconds: FPIPE_TESTS=all runs it")
@@ -455,7 +457,7 @@ def test_own_times_are_means_over_steps_and_halves_of_overlaps():
 
         return Measurement(programs, {rank: columns(len(program)) for rank, program in programs.items()})
 
-    own = benchmark("predictions").own_seconds([measurement(1), measurement(3)])
+    own = recordings.own_seconds([measurement(1), measurement(3)])
     assert own.keys() == {*passes(programs)}
     for program in programs.values():
         for at, effect in enumerate(program):
@@ -493,11 +495,11 @@ def test_by_own_times_the_host_takes_time_before_and_after_a_step():
 
 def span_of_two(rank):
     """The span of a step; pieces take from 3 to 9 on rank 0, from 4 to 10 on rank 1, and posts from 1 to 11."""
-    predictions, programs = benchmark("predictions"), lower("gpipe", Plan(Placement.loop(2), 4))
+    programs = lower("gpipe", Plan(Placement.loop(2), 4))
     tracks = [TABLE.effects[type(effect)].track for effect in programs[rank]]
     starts = array("d", [3.0 + rank if track == "compute" else 1.0 for track in tracks])
     ends = array("d", [9.0 + rank if track == "compute" else 11.0 for track in tracks])
-    step = predictions.Recorded(lambda: None, fpipe.Recording(programs))
+    step = recordings.Recorded(lambda: None, fpipe.Recording(programs))
     step.measurements.append(Measurement(programs, {rank: Columns(starts, ends, array("d"), array("d"))}))
     return step.span()
 
@@ -506,26 +508,26 @@ def test_a_step_spans_the_pieces_of_all_ranks(pools):
     assert pools(2).run(span_of_two) == [7.0, 7.0]
 
 
-def test_the_host_takes_what_a_step_takes_outside_of_its_pieces():
+def test_the_host_takes_what_a_step_takes_outside_of_its_pieces(monkeypatch):
     """A step of GPipe takes 20 s, 18 of them from its first piece to its last one, and 15 by its pieces."""
     predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(1, 1, 1)
     programs = lower("gpipe", plan)
     own = {effect: costs.time(effect) for effect in passes(programs)}
     step = SimpleNamespace(span=lambda: 18.0, times=lambda: own)
-    host = SimpleNamespace(_step_seconds=lambda: 20.0, step=step)
-    took, message, outside = predictions.Host._outside(host, predictions.Prediction(programs, costs))
-    assert (took, outside) == (20.0, 2.0)
+    monkeypatch.setattr(predictions, "milliseconds", lambda _: 20_000.0)
+    took, message, ends = predictions.outside(step, predictions.Prediction(programs, costs))
+    assert (took, ends) == (20.0, 2.0)
     assert message == pytest.approx(3 / (2 * (4 + 1)))
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_recorded_steps_are_predicted_again_after_each_run(is_recorded, monkeypatch):
     predictions, calls = benchmark("predictions"), []
-    monkeypatch.setattr(predictions.Recorded, "times", lambda _: calls.append("times") or {"own": 2.0})
+    monkeypatch.setattr(recordings.Recorded, "times", lambda _: calls.append("times") or {"own": 2.0})
     monkeypatch.setattr(predictions.Prediction, "seconds", lambda _, own=None: 1.0 if own is None else own["own"])
     recording = fpipe.Recording(lower("gpipe", Plan(Placement.loop(1), 1)))
     monkeypatch.setattr(recording, "measurement", lambda: None)
-    step = predictions.Recorded(lambda: calls.append("run"), recording) if is_recorded else lambda: calls.append("run")
+    step = recordings.Recorded(lambda: calls.append("run"), recording) if is_recorded else lambda: calls.append("run")
     prediction = predictions.Prediction(recording.programs, Costs())
     results = predictions.compare({"a": step}, lambda _: prediction, 2, measure=lambda step: step() or 4000.0)
     assert calls == ["run", *["run", "times"] * 2] if is_recorded else ["run"] * 3
