@@ -94,8 +94,6 @@ def job(
 ) -> Iterator[list[dict[str, Any]]]:
     """Run one process: yield the rows of a table, as measured on rank 0."""
     handler = handlers.Distributed(timeout=models.TIMEOUT)
-    peers = handler.peers
-    assert peers is not None
     pipeline, params, (batch, target), optimizer = model(kind, ranks, layer)
     microbatches = len(batch) if kind == "timed" else models.MICROBATCHES
     plan = pipeline.plan(Placement.loop(ranks), microbatches)
@@ -120,7 +118,7 @@ def job(
 
     def predicted(schedule: Schedule, own: Any, way: str) -> predictions.Prediction:
         costs = first if kind == "timed" else profile(predictions.REPEATS)
-        extra = max(peers.gather(seconds(own, way), "costs"))
+        extra = max(recordings.gathered(seconds(own, way)))
         prediction = predict(way, plan, costs, extra, schedule, steps)
         return prediction._replace(host=host.measure())
 
