@@ -231,7 +231,7 @@ def main() -> None:
     parser = models.parser(__doc__, rounds=5, limit=1200)
     parser.add_argument("--tables", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--steps", type=models.positive, default=10, help="of a loop; the later half is timed")
+    parser.add_argument("--steps", type=models.positive, default=20, help="of a loop; the later half is timed")
     parser.add_argument("--layer", type=models.positive, default=5, help="milliseconds of a timed layer's forward")
     options = parser.parse_args()
 

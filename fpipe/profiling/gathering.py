@@ -34,7 +34,7 @@ HINT = "every rank calls gather, after the same step"
 
 
 def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = None) -> Measurement:
-    """Return the last complete step of all ranks, on rank 0's clock. Every rank calls it, after the same step.
+    """Return the last complete steps of all ranks, on rank 0's clock. Every rank calls it, after the same step.
 
     Args:
         group: processes that play all ranks of one replica of the pipeline, or of all replicas; or one dimension of a
@@ -116,7 +116,7 @@ def gathered(measure: Callable[[], Measurement], step: Step, clock: Callable[[],
     replicas: dict[int, Measurement] = {}
     for number in sorted(range(len(shares)), key=lambda number: shares[number].place):
         (replica, rank), (offset, width) = shares[number].place, differences[number]
-        own = replicas.setdefault(replica, Measurement(local.programs, {}))
+        own = replicas.setdefault(replica, Measurement(local.programs, {}, steps=local.steps))
         replicas[replica] = replace(
             own,
             columns={**own.columns, rank: times[number]},

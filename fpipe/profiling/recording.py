@@ -1,7 +1,7 @@
 """An observer that records when each effect of a step begins and ends, and when each value arrives.
 
 Invariants:
-- memory is allocated once for each rank of this process: doubles for two steps, the last complete one and the current;
+- memory is allocated once for each rank of this process: doubles for the last complete steps and the current one;
 - a step that fails leaves nothing: the next step starts over.
 """
 
@@ -11,12 +11,13 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import isnan, nan
 
 from fpipe._format import extent
 from fpipe.effects import Effect, Name, Recv
 from fpipe.errors import ScheduleError
-from fpipe.errors.arguments import checked
+from fpipe.errors.arguments import checked, is_whole
 from fpipe.handlers.protocol import Handler
 from fpipe.profiling.observers import HostTimed
 from fpipe.programs.program import Programs, plan_of
@@ -50,7 +51,7 @@ class _Lane:
 
 
 class Recording(HostTimed):
-    """An observer that keeps the last complete step, in memory that does not grow.
+    """An observer that keeps the last complete step, or several, in memory that does not grow.
 
     Times are the host's: on a GPU, those at which it launches work, not those at which the work runs, which it warns of
     once, unless `clock` is another. `fpipe.tensorboard.Recorder` has the GPU's own times.
@@ -59,11 +60,12 @@ class Recording(HostTimed):
         programs: those that run: `lower(schedule, plan, depth=prefetch)`, with the prefetch of `value_and_grad`; with
             `schedules.updating(schedule)` where `train_step` updates each stage as soon as its gradients are final.
         clock: returns seconds since any origin; the default is the same clock for all ranks of one machine.
+        loop: how many steps in a row a measurement has.
 
     A process that plays several replicas of the pipeline records the first of them.
 
     Raises:
-        ScheduleError: (in the step) other programs run.
+        ScheduleError: loop is less than 1; or (in the step) other programs run.
 
     >>> import torch
     >>> from fpipe import Pipeline, Placement, handlers, lower, schedules, value_and_grad
@@ -77,13 +79,15 @@ class Recording(HostTimed):
     """
 
     @checked()
-    def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, programs: Programs, clock: Callable[[], float] = time.perf_counter, loop: int = 1) -> None:
         plan_of(programs)  # one of each rank
-        self.programs, self.clock = programs, clock
+        if not is_whole(loop, least=1):
+            raise ScheduleError(f"loop must be a whole number of at least 1, not {loop!r}")
+        self.programs, self.clock, self.loop = programs, clock, loop
         self._has_warned = clock is not time.perf_counter
         self._effects: dict[int, tuple[list[Effect | None], Mapping[Name, Sequence[int]]]] = {}
         self._lanes: dict[int, _Lane] = {}  # of the current step
-        self._last: dict[int, _Lane] = {}  # of the complete step before it, if there is one
+        self._last: list[dict[int, _Lane]] = []  # of complete steps before it, in a row, at most `loop`
         self._before = 0  # complete steps before the current one
         self.replica = 0
 
@@ -147,10 +151,13 @@ class Recording(HostTimed):
     def _start_over(self) -> None:
         """Begin a step, after one that completed or failed."""
         if _complete(self._lanes):
-            self._lanes, self._last = self._last, self._lanes
+            self._last.append(self._lanes)
+            self._lanes = self._last.pop(0) if len(self._last) > self.loop else {}
             self._before += 1
-            for rank in self._last.keys() - self._lanes.keys():
+            for rank in self._last[-1].keys() - self._lanes.keys():
                 self._lane(rank)
+        elif self.loop > 1:
+            self._last.clear()
         for lane in self._lanes.values():
             lane.at, lane.begun = 0, False
 
@@ -160,28 +167,34 @@ class Recording(HostTimed):
         return self._before + _complete(self._lanes)
 
     def measurement(self) -> Measurement:
-        """Return the last complete step of the ranks that this process plays.
+        """Return the last complete steps of the ranks that this process plays, `loop` in a row.
 
         Raises:
-            ValueError: there is none, or the handler does not report when values arrive.
+            ValueError: there are less, or the handler does not report when values arrive.
         """
         if not self.steps:
             raise ValueError("no complete step has been recorded: pass observe=recording, and run a step")
-        lanes = self._lanes if _complete(self._lanes) else self._last
-        for rank, lane in lanes.items():
+        steps = [*self._last, *([self._lanes] if _complete(self._lanes) else [])][-self.loop :]
+        if len(steps) < self.loop:
+            raise ValueError(
+                f"{len(steps)} complete steps in a row have been recorded, of {self.loop}: run more of them, without "
+                "one that fails"
+            )
+        for rank, lane in (item for lanes in steps for item in lanes.items()):
             for at, effect in enumerate(self.programs[rank]):
                 if isinstance(effect, Recv) and isnan(lane.arrivals[at]):
                     raise ValueError(
                         f"rank {rank}'s handler never reported that {effect.value} arrived: a handler calls "
                         "observe.arrive"
                     )
-        return Measurement(
-            self.programs,
-            {
-                rank: Columns(lane.starts[:], lane.ends[:], lane.waits[:], lane.arrivals[:])
-                for rank, lane in sorted(lanes.items())
-            },
-        )
+        each = {rank: [lanes[rank] for lanes in steps] for rank in sorted(steps[-1])}
+        return Measurement(self.programs, {rank: _columns(lanes) for rank, lanes in each.items()}, steps=self.loop)
+
+
+def _columns(lanes: Sequence[_Lane]) -> Columns:
+    """Return the times of a rank's steps, one behind the other."""
+    times = zip(*((lane.starts, lane.ends, lane.waits, lane.arrivals) for lane in lanes), strict=True)
+    return Columns(*(array("d", chain.from_iterable(column)) for column in times))
 
 
 def _complete(lanes: Mapping[int, _Lane]) -> bool:

@@ -210,7 +210,7 @@ def _ms(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measured step. It prints as a table of each rank's account.
+    """A measured step, or several in a row. It prints as a table of each rank's account.
 
     Args:
         programs: the programs of all ranks.
@@ -219,6 +219,7 @@ class Measurement:
         offsets: seconds by which a rank's clock is ahead of that one.
         uncertainty: seconds by which the offset may be wrong; 0 if both ranks read the same clock.
         replicas: the measurements of all replicas, this one among them, on one clock; empty where only one is known.
+        steps: how many follow each other in the columns, each with the effects of the programs.
     """
 
     programs: Programs
@@ -226,6 +227,7 @@ class Measurement:
     offsets: Mapping[int, float] = field(default_factory=dict)
     uncertainty: Mapping[int, float] = field(default_factory=dict)
     replicas: Sequence[Measurement] = ()
+    steps: int = 1
 
     def __repr__(self) -> str:
         return f"<Measurement: {extent(self.plan)}; recorded: ranks {', '.join(map(str, self.columns))}>"
@@ -244,6 +246,10 @@ class Measurement:
         """The table of the programs' effects."""
         return table_of(self.programs)
 
+    def _effects(self, rank: int) -> Sequence[Effect]:
+        """Return a rank's effects in all steps."""
+        return self.programs[rank].effects * self.steps
+
     def _computes(self, effect: Effect) -> bool:
         return self._track(effect) == "compute"
 
@@ -255,11 +261,11 @@ class Measurement:
         return list(self._receives(rank).values())
 
     def _receives(self, rank: int) -> dict[int, Receive]:
-        """Return a rank's receives, by their indices in its program."""
+        """Return a rank's receives, by their indices in its effects."""
         columns = self.columns[rank]
         return {
-            at: Receive(effect, columns.starts[at], self._sent(effect, rank), columns.waits[at], columns.arrivals[at])
-            for at, effect in enumerate(self.programs[rank])
+            at: Receive(effect, start, self._sent(effect, rank, at), columns.waits[at], columns.arrivals[at])
+            for at, (effect, start) in enumerate(zip(self._effects(rank), columns.starts, strict=True))
             if isinstance(effect, Recv)
         }
 
@@ -268,9 +274,9 @@ class Measurement:
         return list(self._collectives(rank).values())
 
     def _collectives(self, rank: int) -> dict[int, Collective]:
-        """Return a rank's gathers, scatters and copies, by their indices in its program."""
+        """Return a rank's gathers, scatters and copies, by their indices in its effects."""
         columns, collectives, free = self.columns[rank], dict[int, Collective](), dict[str, float]()
-        for at, effect in enumerate(self.programs[rank]):
+        for at, effect in enumerate(self._effects(rank)):
             if (track := self._track(effect)) in LANES:
                 posted, done = columns.starts[at], columns.ends[at]
                 used, arrived = columns.waits[at], columns.arrivals[at]
@@ -282,9 +288,14 @@ class Measurement:
                     free[track] = arrived
         return collectives
 
-    def _sent(self, receive: Recv, rank: int) -> float | None:
+    def _sent(self, receive: Recv, rank: int, at: int) -> float | None:
         sender = self.columns.get(receive.rank)
-        return None if sender is None else sender.starts[self._sends[receive.value, rank]]
+        return None if sender is None else sender.starts[self._send(receive, rank, at)]
+
+    def _send(self, receive: Recv, rank: int, at: int) -> int:
+        """Return the index of a receive's send in the sender's effects; `at` is that of the receive in its rank's."""
+        step = at // len(self.programs[rank])
+        return step * len(self.programs[receive.rank]) + self._sends[receive.value, rank]
 
     @cached_property
     def _sends(self) -> dict[tuple[Value, int], int]:
@@ -298,7 +309,7 @@ class Measurement:
 
     def account(self, rank: int) -> Account:
         """Return the account of a rank's time."""
-        columns, effects, receives = self.columns[rank], self.programs[rank].effects, self.receives(rank)
+        columns, effects, receives = self.columns[rank], self._effects(rank), self.receives(rank)
         spans = list(zip(columns.starts, columns.ends, strict=True))
         pieces = [span for effect, span in zip(effects, spans, strict=True) if self._computes(effect)]
         collectives = self.collectives(rank)
@@ -344,7 +355,7 @@ class Measurement:
         return "\n".join([*aligned(rows), legend])
 
     def timeline(self, costs: Costs = Costs(), *, partial: bool = False) -> Timeline:
-        """Return the timeline of all ranks of this replica, in seconds from `origin`.
+        """Return the timeline of all ranks of this replica, in seconds from `origin`, with the same number of steps.
 
         What was posted before that has negative times. A send ends when its value arrives. If the value was there at
         its first use, the true end of its send and receive may be earlier; that of a gather, a scatter or a copy too. A
@@ -364,7 +375,7 @@ class Measurement:
             raise ValueError(
                 f"rank {missing[0]} is not recorded in this process: call fpipe.gather(recording, group) on every rank"
             )
-        return Timeline(self.plan, self._spans(self.origin), costs)
+        return Timeline(self.plan, self._spans(self.origin), costs, self.steps)
 
     @cached_property
     def origin(self) -> float:
@@ -386,7 +397,7 @@ class Measurement:
         """
         taken = defaultdict[tuple[type, int], dict[int, list[float]]](lambda: defaultdict(list))
         for rank, columns in self.columns.items():
-            for effect, start, end in zip(self.programs[rank], columns.starts, columns.ends, strict=True):
+            for effect, start, end in zip(self._effects(rank), columns.starts, columns.ends, strict=True):
                 if self._computes(effect) or type(effect) not in TABLE.effects:
                     part = parts(effect)[0]
                     number = part.token if isinstance(part, Prefill) else slice_of(part)
@@ -449,7 +460,7 @@ class Measurement:
     def _spans(self, origin: float) -> Spans:
         ranks = range(self.plan.ranks)
         here = [rank for rank in ranks if rank in self.columns]
-        first = [0, *accumulate(len(self.programs[rank]) if rank in self.columns else 0 for rank in ranks)]
+        first = [0, *accumulate(len(self._effects(rank)) if rank in self.columns else 0 for rank in ranks)]
         starts = array("d", [start - origin for rank in here for start in self.columns[rank].starts])
         ends = array("d", [end - origin for rank in here for end in self.columns[rank].ends])
         waited = array("q", [-1]) * first[-1]
@@ -457,7 +468,7 @@ class Measurement:
             for at, receive in self._receives(rank).items():
                 index, arrived = first[rank] + at, receive.arrived - origin
                 if receive.sent is not None:
-                    waited[index] = sent = first[receive.effect.rank] + self._sends[receive.effect.value, rank]
+                    waited[index] = sent = first[receive.effect.rank] + self._send(receive.effect, rank, at)
                     ends[sent] = arrived = max(starts[sent], arrived)
                 ends[index] = max(starts[index], arrived)
             for at, collective in self._collectives(rank).items():
@@ -465,7 +476,7 @@ class Measurement:
                 starts[index], ends[index] = collective.began - origin, collective.arrived - origin
             for at, before in self._waited(rank):
                 waited[first[rank] + at] = -1 if before is None else first[rank] + before
-        effects = [effect for rank in here for effect in self.programs[rank]]
+        effects = [effect for rank in here for effect in self._effects(rank)]
         return Spans(first, effects, starts, ends, waited, self.table)
 
     def _waited(self, rank: int) -> Iterator[tuple[int, int | None]]:
@@ -475,7 +486,7 @@ class Measurement:
         lanes = dict[str, int]()  # the last one of a lane that was waited for
         last: int | None = None
         ended = -inf
-        for at, effect in enumerate(self.programs[rank]):
+        for at, effect in enumerate(self._effects(rank)):
             post = receives.get(at) or collectives.get(at)
             if post is not None:
                 for name in self.table.gives(effect, self.plan):

@@ -43,9 +43,9 @@ class Clock:
 class Driven:
     """A recording, and what a handler would tell it at given times."""
 
-    def __init__(self, programs):
+    def __init__(self, programs, loop=1):
         self.clock = Clock()
-        self.recording = Recording(programs, self.clock)
+        self.recording = Recording(programs, self.clock, loop)
 
     def at(self, now, what, *args):
         self.clock.now = now
@@ -60,12 +60,12 @@ class Driven:
         self.at(end, "end", rank, effect)
 
 
-def drive(programs, predicted):
-    """The recording of a step that goes as predicted."""
-    driven = Driven(programs)
-    for rank, program in programs.items():
-        coming, free = {}, 0.0
-        for effect, at in zip(program, predicted.spans.of(rank), strict=True):
+def drive(programs, predicted, ranks=None):
+    """The recording of a step, or of several in a row, that goes as predicted."""
+    driven = Driven(programs, predicted.steps)
+    for rank in programs if ranks is None else ranks:
+        program, coming, free = programs[rank], {}, 0.0
+        for effect, at in zip(program.effects * predicted.steps, predicted.spans.of(rank), strict=True):
             span = predicted.spans[at]
             waits = []
             for value in TABLE.needs(effect, program.plan):
@@ -104,6 +104,24 @@ def test_a_step_that_goes_as_predicted_has_the_predicted_timeline(name, communic
     assert measured.causes == predicted.causes
     assert measured.critical_path == predicted.critical_path
     assert measured.peak_in_flight == predicted.peak_in_flight
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_steps_in_a_row_that_go_as_predicted_have_the_predicted_timeline(name):
+    schedule, plan = PLANS[name]
+    programs = lower(schedules.updating(schedule), plan)
+    costs = Costs(forward=1, backward_input=1.5, backward_weight=0.5, communication=0.25, update=0.25)
+    predicted = simulate_programs(programs, costs, 3)
+    each = {rank: drive(programs, predicted, [rank]).measurement() for rank in programs}  # a process for each
+    measurement = Measurement(programs, {rank: own.columns[rank] for rank, own in each.items()}, steps=3)
+    measured = measurement.timeline()
+    assert (measured.steps, measured.period, measured.makespan) == (3, predicted.period, predicted.makespan)
+    assert measured.step_ends == predicted.step_ends
+    for rank in programs:
+        assert [s[:5] for s in measured.compute(rank)] == [s[:5] for s in predicted.compute(rank)]
+        assert measurement.account(rank).compute == predicted.busy[rank]
+    found = measurement.costs()
+    assert (found.forward, found.update) == ((1,) * plan.stages, (0.25,) * plan.stages)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -382,15 +400,51 @@ def test_a_step_that_fails_leaves_the_last_whole_one_and_the_next_starts_over(be
     )
 
 
-def test_memory_is_made_for_two_steps_and_kept():
-    programs, predicted = made("1f1b")
-    recording = drive(programs, predicted)
-    run_all(recording)
-    columns = {id(lane.starts) for lanes in (recording._lanes, recording._last) for lane in lanes.values()}
+@pytest.mark.parametrize("loop", [1, 3])
+def test_memory_is_made_for_the_last_steps_and_the_current_one_and_kept(loop):
+    programs, _ = made("1f1b")
+    recording = Recording(programs, Clock(), loop)
+
+    def columns():
+        return {id(lane.starts) for lanes in (recording._lanes, *recording._last) for lane in lanes.values()}
+
+    for _ in range(loop + 1):
+        run_all(recording)
+    before = columns()
     for _ in range(3):
         run_all(recording)
-    assert {id(lane.starts) for lanes in (recording._lanes, recording._last) for lane in lanes.values()} == columns
-    assert len(columns) == 2 * len(programs)
+    assert columns() == before
+    assert len(before) == (loop + 1) * len(programs)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_loop_is_of_complete_steps_in_a_row(fails):
+    programs, _ = made("gpipe")
+    recording = Recording(programs, Clock(), loop=3)
+
+    def run(now):
+        recording.clock.now = now
+        run_all(recording)
+
+    run(1.0)
+    run(2.0)
+    with pytest.raises(ValueError, match="2 complete steps in a row have been recorded, of 3: run more of them"):
+        recording.measurement()
+    if fails:
+        fail(recording, 3)
+        run(3.0)
+        run(4.0)
+        with pytest.raises(ValueError, match="2 complete steps in a row"):
+            recording.measurement()
+        run(5.0)
+    else:
+        run(3.0)
+    measurement, times = recording.measurement(), [3.0, 4.0, 5.0] if fails else [1.0, 2.0, 3.0]
+    assert measurement.steps == 3
+    for rank, columns in measurement.columns.items():
+        assert list(columns.starts) == [time for time in times for _ in programs[rank]]
+    with pytest.raises(ScheduleError, match="loop must be a whole number of at least 1, not 0"):
+        Recording(programs, loop=0)
 
 
 def test_what_is_recorded_is_not_changed_by_a_later_step():

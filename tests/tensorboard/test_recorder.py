@@ -308,6 +308,63 @@ def test_two_processes_write_one_capture(pools, tmp_path, schedule):
     assert "step/loss" not in scalars(tmp_path, "measured/rank1")
 
 
+def test_steps_in_a_row_are_one_capture(pools, tmp_path):
+    options = {"steps": [1], "loop": 3, "gradient_norm": True}
+    by_rank = pools(2).run(recorded, str(tmp_path), "one_f_one_b", 5, options)
+    assert [warned for warned, *_ in by_rank] == [[], []]
+    listing = find(tmp_path)
+    for kind in ("measured", "predicted"):
+        assert listing.steps("", kind) == [1]
+        capture = listing.read(CaptureId("", kind, 1))
+        timeline, spans = capture.timeline, capture.timeline.spans
+        assert (capture.notices, timeline.steps) == ((), 3)
+        for rank in range(2):
+            assert len(list(timeline.compute(rank))) == 3 * 4 * 2
+            assert len(capture.columns[rank].memory[0]) == 2 * 3 * 4 * 2
+            assert all(a.end <= b.start for a, b in pairwise(timeline.compute(rank)))
+            for at in spans.of(rank):
+                if spans[at].track == "receive":
+                    sent = spans[at].waited_for
+                    assert spans.effects[sent].value == spans.effects[at].value
+                    assert step_of(spans, sent) == step_of(spans, at)
+    measured = listing.read(CaptureId("", "measured", 1)).timeline
+    for rank in range(2):
+        own = scalars(tmp_path, f"measured/rank{rank}")
+        for kind, seconds in measured.kinds[rank].items():
+            assert own[f"time/{kind.__name__}_seconds"] == {1: pytest.approx(seconds / 3)}
+        idle = sum(points[1] for name, points in own.items() if name.startswith("idle/"))
+        assert idle == pytest.approx((measured.makespan - measured.busy[rank]) / 3, abs=1e-6)
+    curves = scalars(tmp_path, "measured/rank0")
+    assert curves["bubble/makespan_seconds"] == {1: pytest.approx(measured.period)}
+    assert [*curves["step/gradient_norm"]] == [3]
+
+
+def step_of(spans, at):
+    """The number of a span's step, of three."""
+    rank = spans[at].rank
+    return 3 * (at - spans.first[rank]) // len(spans.of(rank))
+
+
+@pytest.mark.parametrize("options", [{"every": 4, "loop": 2}, {"steps": [1, 4, 8], "loop": 3}])
+def test_loops_begin_at_the_captured_steps(tmp_path, options):
+    with Recorder(tmp_path, **options) as recorder:
+        train(recorder, 10)
+    found = find(tmp_path)
+    captured = [1, 4, 8] if options["loop"] == 2 else [1, 4]  # the last one has two of its three steps
+    assert found.steps("", "measured") == found.steps("", "predicted") == captured
+    assert {found.read(CaptureId("", "measured", step)).timeline.steps for step in captured} == {options["loop"]}
+
+
+def test_a_loop_is_refused_where_it_can_not_be_recorded(tmp_path):
+    with pytest.raises(ValueError, match=r"every and loop must be whole numbers of at least 1, .*loop=0"):
+        Recorder(tmp_path, loop=0)
+    with (
+        Recorder(tmp_path, loop=2, device=FakeDevice()) as recorder,
+        pytest.raises(ValueError, match=r"loop=2 does not go with the times of .*: capture steps with loop=1"),
+    ):
+        train(recorder, 1)
+
+
 def replicated(rank, logdir):
     """This process's share of a run of two replicas with parameters in shards; what it warned of, and the norm."""
     with warnings.catch_warnings(record=True) as told:

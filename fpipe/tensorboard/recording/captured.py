@@ -1,4 +1,4 @@
-"""Write a captured step into the files: the measured timeline, the predicted one, and its curves."""
+"""Write a captured step, or several in a row, into the files: the measured timeline, the predicted one, and curves."""
 
 from __future__ import annotations
 
@@ -58,10 +58,11 @@ class Files:
 
 @dataclass(frozen=True)
 class StepCapture:
-    """A captured step of all ranks, or of this process alone.
+    """A captured step of all ranks, or of this process alone. Or several in a row; curves are then of one on average.
 
     Args:
-        called: when the step was called and when it returned, on this host's clock.
+        step: the number of the first one.
+        called: when the first step was called and when the last one returned, on this host's clock.
         wall: when it returned, in seconds since 1970.
         peaks, memory: by rank that this process plays.
         alone: whether it has this process's ranks alone, whose clock was not compared with the others'.
@@ -101,7 +102,7 @@ class StepCapture:
             self._predict(files)
 
     def _predict(self, files: Files) -> None:
-        predicted = simulate_programs(self.measurement.programs, self.measurement.costs())
+        predicted = simulate_programs(self.measurement.programs, self.measurement.costs(), self.measurement.steps)
         for rank in files.devices:
             writer = files.writer("predicted", rank)
             writer.timeline(self._header("predicted", rank, files), self._columns(predicted, rank))
@@ -119,6 +120,7 @@ class StepCapture:
             makespans=tuple(timeline.makespan for timeline in replicas),
             busy=tuple(timeline.busy for timeline in replicas),
             owners=self.memory[rank].owners if rank in self.memory else {},
+            steps=self.measurement.steps,
         )
 
     @cached_property
@@ -127,7 +129,7 @@ class StepCapture:
         return tuple(replica.timeline() for replica in self.measurement.replicas)
 
     def _columns(self, timeline: Timeline, rank: int, used: ArrayLike = ()) -> Columns:
-        sizes = self.memory[rank].sizes if rank in self.memory else ()
+        sizes = self.memory[rank].sizes * timeline.steps if rank in self.memory else ()
         return columns_of(timeline, rank, used=used, sizes=sizes, memory=self._memory(timeline, rank))
 
     def _clock(self, rank: int) -> Clock:
@@ -143,11 +145,15 @@ class StepCapture:
         return [(text, start - origin, stop - origin) for text, start, stop in spans if stop > start]
 
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
-        """Iterate over the bytes of a rank over time: at the start and at the end of each compute effect."""
+        """Iterate over the bytes of a rank over time: at the start and at the end of each compute effect.
+
+        They are of one step, and the same in each.
+        """
         if rank not in self.memory:
             return
         spans, memory = timeline.spans, self.memory[rank]
-        for at, during, after in zip(spans.of(rank), memory.during, memory.after, strict=True):
+        each = memory.during * timeline.steps, memory.after * timeline.steps
+        for at, during, after in zip(spans.of(rank), *each, strict=True):
             if spans.table.effects[type(spans.effects[at])].track == "compute":
                 yield spans.starts[at], during
                 yield spans.ends[at], after
@@ -155,7 +161,7 @@ class StepCapture:
     def _curves(self, writer: Writer, timeline: Timeline, rank: int, turns: bool, replica: int) -> None:
         """Write a rank's curves; none of idle time where ranks take turns, for that is the others' compute."""
         for kind, seconds in timeline.kinds[rank].items():
-            writer.scalar(f"time/{kind.__name__}_seconds", seconds, self.step, self.wall)
+            writer.scalar(f"time/{kind.__name__}_seconds", seconds / timeline.steps, self.step, self.wall)
         if rank in self.launch_bound:
             writer.scalar("time/launch_bound_seconds", self.launch_bound[rank], self.step, self.wall)
         writer.scalar("memory/peak_bytes", self.peaks[rank][0], self.step, self.wall)
@@ -163,14 +169,14 @@ class StepCapture:
             writer.scalar("memory/held_peak_bytes", max(self.memory[rank].during), self.step, self.wall)
         if not self.alone and not turns:
             for cause, seconds in timeline.causes[rank].items():
-                writer.scalar(f"idle/{cause}_seconds", seconds, self.step, self.wall)
+                writer.scalar(f"idle/{cause}_seconds", seconds / timeline.steps, self.step, self.wall)
             if rank == 0:
                 self._bubble(writer, timeline)
         if rank == 0 and replica == 0 and self.norm is not None and not math.isnan(self.norm):
-            writer.scalar("step/gradient_norm", self.norm, self.step, self.wall)
+            writer.scalar("step/gradient_norm", self.norm, self.step + timeline.steps - 1, self.wall)
         writer.flush()
 
     def _bubble(self, writer: Writer, timeline: Timeline) -> None:
         """Write the bubble; measured and predicted have the same names, so that one chart shows both runs."""
         writer.scalar("bubble/fraction", timeline.bubble_rate, self.step, self.wall)
-        writer.scalar("bubble/makespan_seconds", timeline.makespan, self.step, self.wall)
+        writer.scalar("bubble/makespan_seconds", timeline.period, self.step, self.wall)

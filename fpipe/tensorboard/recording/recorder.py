@@ -14,6 +14,7 @@ import resource
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from torch import Tensor
 from fpipe.devices import Device, device_of
 from fpipe.effects import Effect, Value
 from fpipe.errors import ScheduleError
+from fpipe.errors.arguments import is_whole
 from fpipe.errors.tracebacks import warn
 from fpipe.flight.runs import link, unlink
 from fpipe.handlers.protocol import Handler, Observer, Outcome, Peers, ValueStore
@@ -61,6 +63,9 @@ class Recorder(Observer):
     step; the others write into `logdir/replica1`, `logdir/replica2`, with the times of their own ranks. A process that
     plays several replicas records the first. A failure here is a warning, and training goes on.
 
+    With `loop=` a timeline has several steps in a row. Ranks compare their clocks after the last one alone, so that
+    each goes on to the next step when its own part is done, as in training. Curves are then of one step on average.
+
     The files of the flight recorder of `Distributed` are linked into `logdir/flights`, so that after a crash or in a
     hang the tab shows what each rank did last. `close` removes the links, unless a step has failed.
 
@@ -70,12 +75,14 @@ class Recorder(Observer):
             captured step waits until the one before it is written.
         steps: the numbers of the captured steps, instead of `every`.
         first: the number of the first step, in a run that is resumed.
+        loop: how many steps in a row a timeline has; `every` and `steps` are the numbers of the first of them.
         tokens: of one sample, for `step/tokens_per_second`.
         gradient_norm: whether captured steps have the norm of the gradient over all ranks, each parameter once.
         device: the device whose times are taken, if the handler has no `devices`: the one `Local()` computes on.
 
     Raises:
-        ValueError: an argument is invalid; or, after a step, a second function is observed.
+        ValueError: an argument is invalid; `loop` is more than 1 where a device has times of its own; or, after a step,
+            a second function is observed.
         OSError: (at once) the folder can't be made.
 
     >>> import tempfile
@@ -98,15 +105,18 @@ class Recorder(Observer):
         steps: Collection[int] | None = None,
         *,
         first: int = 0,
+        loop: int = 1,
         tokens: int | None = None,
         gradient_norm: bool = False,
         device: torch.device | str | Device | None = None,
     ) -> None:
-        if every != int(every) or every < 1 or first < 0 or min(steps or [0]) < 0:
+        if not (is_whole(every, least=1) and is_whole(loop, least=1)) or first < 0 or min(steps or [0]) < 0:
             raise ValueError(
-                f"every must be at least 1, steps and first at least 0, not every={every}, steps={steps}, first={first}"
+                f"every and loop must be whole numbers of at least 1, steps and first at least 0, not every={every}, "
+                f"loop={loop}, steps={steps}, first={first}"
             )
         self.logdir, self.every, self.first, self.tokens = Path(logdir), every, first, tokens
+        self.loop = loop
         self.steps = None if steps is None else frozenset(steps)
         self.step, self.gradient_norm = first, gradient_norm
         self.device = None if device is None else device_of(device)
@@ -127,10 +137,10 @@ class Recorder(Observer):
     def agreed(self) -> tuple[object, ...]:
         chosen = None if self.steps is None else tuple(sorted(self.steps))
         deferred = self._job is not None and self._job.marks is not None
-        return (("Recorder", self.every, chosen, self.first, self.gradient_norm, deferred),)
+        return (("Recorder", self.every, chosen, self.first, self.loop, self.gradient_norm, deferred),)
 
     def captures(self, step: int) -> bool:
-        """Return whether a step is captured."""
+        """Return whether a step is captured, or the first of several that are."""
         if self.steps is not None:
             return step in self.steps
         return step == self.first + 1 or (step % self.every == 0 and step > self.first)
@@ -164,7 +174,7 @@ class Recorder(Observer):
             raise ValueError(
                 "this Recorder observes a function already: make one Recorder for each function, with its own logdir"
             )
-        self._job = _Job(self.logdir, name, programs, handler, self.device)
+        self._job = _Job(self.logdir, name, programs, handler, self.device, self.loop)
 
     def on_store(self, rank: int, store: ValueStore) -> None:
         self._own.stores[rank] = store
@@ -198,7 +208,7 @@ class Recorder(Observer):
             job.marks.begin(captured)
         if captured:
             self._work.wait()  # so that writing does not slow the step down
-        job.start = time.perf_counter()
+        job.starts.append(time.perf_counter())
 
     def on_step_end(self, outcome: Outcome) -> None:
         now = time.perf_counter()
@@ -207,8 +217,8 @@ class Recorder(Observer):
             try:
                 self._finish()
                 self._note(outcome, now)
-                if self.captures(self.step):
-                    self._capture(outcome, now)
+                if self.captures(first := self.step - self.loop + 1):
+                    self._capture(first, outcome, now)
                 if now - self._flushed > FLUSH_INTERVAL:
                     self._flush()
             except Exception as error:  # of any kind: training goes on
@@ -270,7 +280,7 @@ class Recorder(Observer):
         if outcome.loss is not None:
             self.scalar("step/loss", outcome.loss, self.step)
             self._own.warn_of_launches(outcome.loss.device)
-        self.scalar("step/seconds", now - self._own.start, self.step)
+        self.scalar("step/seconds", now - self._own.starts[-1], self.step)
         if outcome.rows is not None and self.step > self.first:
             speed = outcome.rows / (now - self._last)  # with the time between steps
             self.scalar("step/samples_per_second", speed, self.step)
@@ -293,7 +303,8 @@ class Recorder(Observer):
 
     # Captured steps
 
-    def _capture(self, outcome: Outcome, now: float) -> None:
+    def _capture(self, first: int, outcome: Outcome, now: float) -> None:
+        """Take what is measured of this process's ranks, from the first captured step to the one that ends now."""
         job, marks, total = self._own, None, None
         try:
             measurement: Measurement | ValueError = job.recording.measurement()
@@ -304,8 +315,8 @@ class Recorder(Observer):
             warn(f"step {self.step} could not be recorded: {error}")
         capture = partial(
             StepCapture,
-            self.step,
-            called=(job.start, now),
+            first,
+            called=(job.starts[0], now),
             wall=time.time(),
             peaks=job.peaks(),
             memory=job.memory,
@@ -389,7 +400,9 @@ class _Pending(NamedTuple):
 class _Job:
     """The function that is observed, and this process's ranks of it."""
 
-    def __init__(self, logdir: Path, name: str, programs: Programs, handler: Handler, device: Device | None) -> None:
+    def __init__(
+        self, logdir: Path, name: str, programs: Programs, handler: Handler, device: Device | None, loop: int
+    ) -> None:
         self.programs, self.handler = programs, handler
         self.plan, self.digest = programs[0].plan, digest(programs)
         self.ranks = handler.ranks(self.plan)
@@ -401,7 +414,12 @@ class _Job:
         self.marks: Marks | None = None
         if is_one and first.asynchronous:
             self.marks = Marks(first, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
-        self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks)
+            if loop > 1:
+                raise ValueError(
+                    f"loop={loop} does not go with the times of {first.torch_device}, which are kept for one step: "
+                    "capture steps with loop=1, for example steps=[4, 5, 6]"
+                )
+        self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks, loop)
         self.stores: dict[int, ValueStore] = {}
         self.memory: dict[int, SlotMemory] = {}
         launched = "" if self.marks else ", times of launching"
@@ -410,7 +428,7 @@ class _Job:
         self.files = Files(folder_of(logdir, self.replica), name, texts, turns=turns, replica=self.replica)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
-        self.start = 0.0
+        self.starts = deque[float](maxlen=loop)
         self.ran = self.alone = self._warned = False
 
     def warn_of_launches(self, device: torch.device) -> None:
