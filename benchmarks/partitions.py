@@ -9,6 +9,8 @@
 - `real`: two ranks over gloo. An embedding, dense blocks, two mixtures of experts, and a head that takes as long as
   several blocks.
 - `timed4`, `timed8`: four and eight ranks whose pieces sleep for the costs of such layers, in milliseconds.
+- `copied4`: four ranks whose pieces sleep for an encoder that takes as long as the eight blocks of a language model
+  behind it, for these, and for a head. What is found has copies of the encoder's stage.
 - `profiled4`: four ranks whose pieces sleep for the profile of a model, in proportion, with its bytes:
   `benchmarks/unlike_layers.json`. `drawn` is the layout of the gallery, which was found without the host's time.
 - `moved4`: four ranks whose pieces sleep and keep residuals, by 1F1B, and by 1F1B in less memory than it needs: what
@@ -29,8 +31,8 @@ chosen once, by the costs of the layers, from `fpipe.profile` or the times that 
 the time of the host for a piece, and a measured link. Times are medians of rounds in which all layouts take turns;
 `over` is that of 1F1B over a layout's, `ratio` is measured over predicted, both of each round. `by own` is predicted
 with the times of the measured steps' own pieces in place of the profile's, for a machine whose speed changes within a
-loop. `simulated` has the cost, which is the least that a period can be. `bound` is what no layout of the layers costs
-less than.
+loop. `searched` is the cost by the profile that the layouts are chosen by, which is one for all of them: the least that
+a period can be, as in `simulated`. `bound` is what no layout of the layers costs less than.
 """
 
 from __future__ import annotations
@@ -60,8 +62,16 @@ from fpipe.schedules.partitions import Partition, balanced, even
 from fpipe.timelines.offloading import Offloading
 from fpipe.timelines.simulator import simulate_programs
 
-RANKS = {"real": 2, "timed4": 4, "timed8": 8, "profiled4": 4, "moved4": 4, "simulated": 8}
-MICROBATCHES = {"real": 8, "timed4": 16, "timed8": 24, "profiled4": 16, "moved4": 16, "simulated": 32}
+RANKS = {"real": 2, "timed4": 4, "timed8": 8, "copied4": 4, "profiled4": 4, "moved4": 4, "simulated": 8}
+MICROBATCHES = {
+    "real": 8,
+    "timed4": 16,
+    "timed8": 24,
+    "copied4": 12,
+    "profiled4": 16,
+    "moved4": 16,
+    "simulated": 32,
+}
 ROOM = {"simulated": 1.0, "real": 1.5}
 """Memory over that of the guides, by default 1.25, so that nothing moves: a copy would take a core from a rank."""
 PUBLISHED = [entry.name for entry in CATALOGUE.values() if not entry.limited and entry.slices in (None, 1)]
@@ -71,6 +81,7 @@ WIDTH, VOCABULARY, CONTEXT, ROWS = 128, 4096, 64, 2  # of the real model; sequen
 MILLISECONDS = {  # of a forward and of each half of a backward, by layer
     "timed4": (0.5, *[4] * 6, 8, 4, 8, *[4] * 4, 14),
     "timed8": (0.5, *[3] * 12, 6, 3, 6, 3, 6, *[3] * 6, 16),
+    "copied4": (32, *[4] * 8, 8),
     "moved4": (5,) * 8,
 }
 PROFILE = pathlib.Path(__file__).with_name("unlike_layers.json")
@@ -401,6 +412,7 @@ def row(
         "bytes": found.bytes,
         "residuals": residuals(found),
         "host_ms": host.milliseconds if host else 0.0,
+        "searched_ms": 1e3 * found.timeline.cost,
         "bound_ms": 1e3 * chosen["found"].lower_bound if "found" in chosen else None,
         "over": over(results["1f1b"], results[way]),
         "over_interleaved": over(results["interleaved"], results[way]) if "interleaved" in chosen else None,
@@ -427,7 +439,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print(f", none below {first['bound_ms']:.0f} ms" if first["bound_ms"] else "", end="")
     print(f", the host's time for a piece {first['host_ms']:.2f} ms" if first["rounds"] else "", end="")
     print(f", {first['rounds']} rounds" if first["rounds"] else ", simulated")
-    print(f"{'':12}{'schedule':18}{'predicted':>10}{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
+    print(f"{'':12}{'schedule':18}{'searched':>10}{'predicted':>10}", end="")
+    print(f"{'measured':>10}{'ratio':>7}{'quartiles':>14}", end="")
     print(f"{'by own':>8}{'ratio':>7}", end="")
     print(f"{'over':>7}{'memory':>11}  layers")
     for r in rows:
@@ -437,7 +450,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             measured += f"{r['by_own_ms']:8.1f}{r['own_ratio']:7.3f}"
         moves = f" (residuals {r['residuals']})" if r["residuals"] else ""
         layers = " ".join(map(str, r["layers"]))
-        print(f"{r['way']:12}{r['schedule']:18}{r['predicted_ms']:10.1f}{measured}", end="")
+        print(f"{r['way']:12}{r['schedule']:18}{r['searched_ms']:10.1f}{r['predicted_ms']:10.1f}{measured}", end="")
         print(f"{r['over']:7.2f}{r['bytes'] / 2**20:8.0f}MiB  {layers}{moves}", end="")
         live = "; live MiB predicted {:.2f}, measured {:.2f}"
         has_live = "measured_bytes" in r

@@ -35,7 +35,7 @@ def lower_bound(
     *,
     memory_limit_bytes: float | None = None,
 ) -> float:
-    """Return a lower bound of the cost of every program within the limits, the largest of eight bounds.
+    """Return a lower bound of the cost of every program within the limits, the largest of several bounds.
 
     Backwards may be fused or in halves. Under a limit in bytes, residuals are neither moved nor recomputed.
 

@@ -345,10 +345,11 @@ class Measurement:
         more = (*(("gathering", "scattering") if replicas else ()), *(("offloading", "fetching") if host else ()))
         rows = [(*head, *more), *((str(rank), *self.account(rank)._cells(replicas, host)) for rank in self.columns)]
         clocks = f"; clocks within {_ms(max(self.uncertainty.values()))}" if any(self.uncertainty.values()) else ""
+        of = f" of {self.steps} steps" if self.steps > 1 else ""
         legend = (
-            f"milliseconds{clocks}; between two pieces, in all and the median; posting sends and receives;\nwaiting "
-            "for values, exposed of it with the value under way; hidden: transfers under compute, what is known and at "
-            "most;\nthere: values that came before their first use, of all received"
+            f"milliseconds{of}{clocks}; between two pieces, in all and the median; posting sends and receives;\n"
+            "waiting for values, exposed of it with the value under way; hidden: transfers under compute, what is "
+            "known and at most;\nthere: values that came before their first use, of all received"
             + (";\ngathering, scattering: waits for parameters and sums of gradients over the replicas" * replicas)
             + (";\noffloading, fetching: waits for residuals on their way to the host and back" * host)
         )

@@ -233,6 +233,9 @@ def test_partitions(pools):
         assert row["ratio"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
         assert min(row["predicted_ms"], row["measured_ms"]) > 2 * 3 * 6 / 2  # ms that a rank sleeps at least
         assert sum(row["layers"]) == 6
+    searched = {row["way"]: row["searched_ms"] for row in rows}
+    assert min(searched, key=searched.get) in ("found", "published", "named")
+    assert searched["found"] <= min(searched["published"], searched["named"])
 
 
 @pytest.mark.skipif(not ALL, reason="loops of four processes take half a minute: FPIPE_TESTS=all runs it")

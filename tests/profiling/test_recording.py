@@ -122,6 +122,7 @@ def test_steps_in_a_row_that_go_as_predicted_have_the_predicted_timeline(name):
         assert measurement.account(rank).compute == predicted.busy[rank]
     found = measurement.costs()
     assert (found.forward, found.update) == ((1,) * plan.stages, (0.25,) * plan.stages)
+    assert "milliseconds of 3 steps; between" in str(measurement)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -345,12 +345,20 @@ def step_of(spans, at):
     return 3 * (at - spans.first[rank]) // len(spans.of(rank))
 
 
-@pytest.mark.parametrize("options", [{"every": 4, "loop": 2}, {"steps": [1, 4, 8], "loop": 3}])
-def test_loops_begin_at_the_captured_steps(tmp_path, options):
-    with Recorder(tmp_path, **options) as recorder:
-        train(recorder, 10)
+@pytest.mark.parametrize(
+    ("options", "captured"),
+    [
+        ({"every": 4, "loop": 2}, [1, 4, 8]),
+        ({"steps": [1, 4, 8], "loop": 3}, [1, 4]),  # the last one has two of its three steps
+        ({"steps": [99, 101, 102], "first": 100, "loop": 3}, [101, 102]),
+    ],
+)
+def test_loops_begin_at_the_captured_steps(tmp_path, options, captured):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Recorder(tmp_path, **options) as recorder:
+            train(recorder, 10)
     found = find(tmp_path)
-    captured = [1, 4, 8] if options["loop"] == 2 else [1, 4]  # the last one has two of its three steps
     assert found.steps("", "measured") == found.steps("", "predicted") == captured
     assert {found.read(CaptureId("", "measured", step)).timeline.steps for step in captured} == {options["loop"]}
 

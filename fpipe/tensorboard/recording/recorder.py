@@ -217,8 +217,9 @@ class Recorder(Observer):
             try:
                 self._finish()
                 self._note(outcome, now)
-                if self.captures(first := self.step - self.loop + 1):
-                    self._capture(first, outcome, now)
+                begun = self.step - self.loop + 1
+                if begun >= self.first and self.captures(begun):
+                    self._capture(begun, outcome, now)
                 if now - self._flushed > FLUSH_INTERVAL:
                     self._flush()
             except Exception as error:  # of any kind: training goes on
