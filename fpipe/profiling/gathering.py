@@ -46,7 +46,7 @@ def gather(recording: Recording, group: dist.ProcessGroup | DeviceMesh | None = 
         0 of the first.
 
     Raises:
-        ScheduleError: a process plays no rank or several, two play the same, or the recorded programs differ.
+        ScheduleError: a process plays no rank or several, two play the same, or the recorded programs or loops differ.
         ValueError: a rank has no complete step, or more of them than another.
         TransportError: a peer can't be reached.
     """
@@ -79,12 +79,14 @@ class _Share(NamedTuple):
 
     Args:
         ranks: those that the process plays.
+        steps: how many it has recorded in a row.
         clock: a number of the clock; 0 where no other process may read the same one.
         columns: the bytes of the first of these ranks' times.
     """
 
     step: Step
     ranks: tuple[int, ...]
+    steps: int
     clock: int
     columns: list[bytes]
 
@@ -105,7 +107,7 @@ def gathered(measure: Callable[[], Measurement], step: Step, clock: Callable[[],
     def share(local: Measurement) -> tuple[object, ...]:
         ranks = tuple(local.columns)
         columns = [column.tobytes() for column in local.columns[ranks[0]]] if len(ranks) == 1 else []
-        return tuple(step), ranks, _clock_number(clock), columns
+        return tuple(step), ranks, local.steps, _clock_number(clock), columns
 
     local, answers = peers.agree(measure, "gather", share)
     shares = [_Share(Step(*of), *rest) for of, *rest in answers]
@@ -138,6 +140,8 @@ def _check(shares: Sequence[_Share], ranks: int) -> None:
         places.add(share.place)
     if len({share.step.programs for share in shares}) > 1:
         raise ScheduleError("the ranks recorded different programs: every rank makes its Recording of the same ones")
+    if len({share.steps for share in shares}) > 1:
+        raise ScheduleError("the ranks recorded different numbers of steps: give every rank's Recording the same loop=")
     steps = [share.step.number for share in shares]
     if len(set(steps)) > 1:
         lowest, highest = steps.index(min(steps)), steps.index(max(steps))

@@ -2,7 +2,8 @@
 
 Invariants:
 - memory is allocated once for each rank of this process: doubles for the last complete steps and the current one;
-- a step that fails leaves nothing: the next step starts over.
+- a step that fails leaves nothing: the next step starts over, and a loop begins behind it;
+- a run of the effects that the same step makes again leaves nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from math import isnan, nan
 
-from fpipe._format import extent
+from fpipe._format import counted, extent
 from fpipe.effects import Effect, Name, Recv
 from fpipe.errors import ScheduleError
 from fpipe.errors.arguments import checked, is_whole
-from fpipe.handlers.protocol import Handler
+from fpipe.handlers.protocol import Handler, Outcome
 from fpipe.profiling.observers import HostTimed
 from fpipe.programs.program import Programs, plan_of
 from fpipe.timelines.measurement import Columns, Measurement, posts_of
@@ -88,6 +89,8 @@ class Recording(HostTimed):
         self._effects: dict[int, tuple[list[Effect | None], Mapping[Name, Sequence[int]]]] = {}
         self._lanes: dict[int, _Lane] = {}  # of the current step
         self._last: list[dict[int, _Lane]] = []  # of complete steps before it, in a row, at most `loop`
+        self._spare: list[dict[int, _Lane]] = []  # whose times are not needed any more
+        self._runs = self._has_begun = False  # a step is under way; it has begun its first effect
         self._before = 0  # complete steps before the current one
         self.replica = 0
 
@@ -99,8 +102,19 @@ class Recording(HostTimed):
         self.replica = handler.replicas(plan_of(programs)).here[0]
 
     def on_step_begin(self) -> None:
-        if not _complete(self._lanes):  # the step before failed
+        failed, self._runs, self._has_begun = self._runs, True, False
+        if failed or not _complete(self._lanes):
             self._start_over()
+        if failed and self.loop > 1:
+            self._forget()
+
+    def on_step_end(self, outcome: Outcome) -> None:
+        super().on_step_end(outcome)
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Note that a step has ended without an error."""
+        self._runs = False
 
     def begin(self, rank: int, effect: Effect) -> None:
         lane = self._lanes.get(rank) or self._lane(rank)
@@ -136,10 +150,12 @@ class Recording(HostTimed):
         if 0 < at < len(effects) and effect == effects[at]:
             lane.effects[at] = effect  # the next step finds this object without a comparison
         elif effect == effects[0]:
-            if lane.begun:
+            if lane.begun and self._runs and self._has_begun:
+                self._reset()
+            elif lane.begun:
                 self._start_over()
                 lane = self._lanes[rank]
-            lane.begun = True
+            lane.begun = self._has_begun = True
         else:
             expected = effects[at] if at < len(effects) else "ended"
             raise ScheduleError(
@@ -152,12 +168,23 @@ class Recording(HostTimed):
         """Begin a step, after one that completed or failed."""
         if _complete(self._lanes):
             self._last.append(self._lanes)
-            self._lanes = self._last.pop(0) if len(self._last) > self.loop else {}
+            self._spare += self._last[: -self.loop]
+            del self._last[: -self.loop]
+            self._lanes = self._spare.pop() if self._spare else {}
             self._before += 1
             for rank in self._last[-1].keys() - self._lanes.keys():
                 self._lane(rank)
         elif self.loop > 1:
-            self._last.clear()
+            self._forget()
+        self._reset()
+
+    def _forget(self) -> None:
+        """Forget the steps before the current one."""
+        self._spare += self._last
+        self._last.clear()
+
+    def _reset(self) -> None:
+        """Begin the current step anew."""
         for lane in self._lanes.values():
             lane.at, lane.begun = 0, False
 
@@ -170,24 +197,23 @@ class Recording(HostTimed):
         """Return the last complete steps of the ranks that this process plays, `loop` in a row.
 
         Raises:
-            ValueError: there are less, or the handler does not report when values arrive.
+            ValueError: there are fewer, or the handler does not report when values arrive.
         """
         if not self.steps:
             raise ValueError("no complete step has been recorded: pass observe=recording, and run a step")
-        steps = [*self._last, *([self._lanes] if _complete(self._lanes) else [])][-self.loop :]
-        if len(steps) < self.loop:
+        in_row = [*self._last, *([self._lanes] if _complete(self._lanes) else [])][-self.loop :]
+        if len(in_row) < self.loop:
             raise ValueError(
-                f"{len(steps)} complete steps in a row have been recorded, of {self.loop}: run more of them, without "
-                "one that fails"
+                f"{counted(len(in_row), 'complete step')} in a row of {self.loop}: run more, without one that fails"
             )
-        for rank, lane in (item for lanes in steps for item in lanes.items()):
+        for rank, lane in (item for lanes in in_row for item in lanes.items()):
             for at, effect in enumerate(self.programs[rank]):
                 if isinstance(effect, Recv) and isnan(lane.arrivals[at]):
                     raise ValueError(
                         f"rank {rank}'s handler never reported that {effect.value} arrived: a handler calls "
                         "observe.arrive"
                     )
-        each = {rank: [lanes[rank] for lanes in steps] for rank in sorted(steps[-1])}
+        each = {rank: [lanes[rank] for lanes in in_row] for rank in sorted(in_row[-1])}
         return Measurement(self.programs, {rank: _columns(lanes) for rank, lanes in each.items()}, steps=self.loop)
 
 

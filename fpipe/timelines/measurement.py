@@ -214,12 +214,12 @@ class Measurement:
 
     Args:
         programs: the programs of all ranks.
-        columns: the times of the recorded ranks; those of several processes are on the clock of rank 0, of the first
-            replica.
+        columns: the times of the recorded ranks in all steps; those of several processes are on the clock of rank 0, of
+            the first replica.
         offsets: seconds by which a rank's clock is ahead of that one.
         uncertainty: seconds by which the offset may be wrong; 0 if both ranks read the same clock.
         replicas: the measurements of all replicas, this one among them, on one clock; empty where only one is known.
-        steps: how many follow each other in the columns, each with the effects of the programs.
+        steps: how many steps the columns have, one behind the other, each with the effects of the programs.
     """
 
     programs: Programs

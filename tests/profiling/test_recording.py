@@ -81,6 +81,12 @@ def drive(programs, predicted, ranks=None):
     return driven.recording
 
 
+def driven_alone(programs, predicted):
+    """The measurement of steps that go as predicted, where each rank has a recording of its own."""
+    each = {rank: drive(programs, predicted, [rank]).measurement() for rank in programs}
+    return Measurement(programs, {rank: own.columns[rank] for rank, own in each.items()}, steps=predicted.steps)
+
+
 def made(name, **costs):
     schedule, plan = PLANS[name]
     programs = lower(schedule, plan)
@@ -112,8 +118,7 @@ def test_steps_in_a_row_that_go_as_predicted_have_the_predicted_timeline(name):
     programs = lower(schedules.updating(schedule), plan)
     costs = Costs(forward=1, backward_input=1.5, backward_weight=0.5, communication=0.25, update=0.25)
     predicted = simulate_programs(programs, costs, 3)
-    each = {rank: drive(programs, predicted, [rank]).measurement() for rank in programs}  # a process for each
-    measurement = Measurement(programs, {rank: own.columns[rank] for rank, own in each.items()}, steps=3)
+    measurement = driven_alone(programs, predicted)
     measured = measurement.timeline()
     assert (measured.steps, measured.period, measured.makespan) == (3, predicted.period, predicted.makespan)
     assert measured.step_ends == predicted.step_ends
@@ -156,17 +161,18 @@ SHARDED = {
 }
 
 
-def sharded(name, **costs):
+def sharded(name, steps, **costs):
     schedule, plan, resident = SHARDED[name]
     programs = lower(schedule, plan, resident=resident)
-    return programs, simulate_programs(programs, Costs(1, 1.5, 0.5, **costs))
+    return programs, simulate_programs(programs, Costs(1, 1.5, 0.5, **costs), steps)
 
 
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize(("gather", "scatter"), [(0, 0), (0.25, 0.25), (3, 5)])
 @pytest.mark.parametrize("name", SHARDED)
-def test_gathers_and_scatters_that_go_as_predicted_have_the_predicted_timeline(name, gather, scatter):
-    programs, predicted = sharded(name, gather=gather, scatter=scatter, communication=0.25)
-    measurement = drive(programs, predicted).measurement()
+def test_gathers_and_scatters_that_go_as_predicted_have_the_predicted_timeline(name, gather, scatter, steps):
+    programs, predicted = sharded(name, steps, gather=gather, scatter=scatter, communication=0.25)
+    measurement = driven_alone(programs, predicted)
     measured = measurement.timeline()
     for rank in programs:
         assert list(measured.compute(rank)) == list(predicted.compute(rank))
@@ -429,7 +435,7 @@ def test_a_loop_is_of_complete_steps_in_a_row(fails):
 
     run(1.0)
     run(2.0)
-    with pytest.raises(ValueError, match="2 complete steps in a row have been recorded, of 3: run more of them"):
+    with pytest.raises(ValueError, match="2 complete steps in a row of 3: run more, without one that fails"):
         recording.measurement()
     if fails:
         fail(recording, 3)
@@ -446,6 +452,42 @@ def test_a_loop_is_of_complete_steps_in_a_row(fails):
         assert list(columns.starts) == [time for time in times for _ in programs[rank]]
     with pytest.raises(ScheduleError, match="loop must be a whole number of at least 1, not 0"):
         Recording(programs, loop=0)
+
+
+def test_a_call_that_fails_before_its_first_effect_begins_a_row():
+    programs, _ = made("gpipe")
+    recording = Recording(programs, Clock(), loop=2)
+    for ends in (True, False, True):
+        recording.on_step_begin()
+        if ends:
+            run_all(recording)
+            recording.end_step()
+    assert recording.steps == 2
+    with pytest.raises(ValueError, match="1 complete step in a row of 2"):
+        recording.measurement()
+    recording.on_step_begin()
+    run_all(recording)
+    recording.end_step()
+    assert recording.measurement().steps == 2
+
+
+@pytest.mark.parametrize("loop", [1, 2])
+@pytest.mark.parametrize("count", [1, 5, None])
+def test_effects_that_a_step_runs_again_are_recorded_once(loop, count):
+    """As where a step had begun with the params of an update that does not stand; `count` effects of rank 0 had run."""
+    programs, _ = made("gpipe")
+    recording = Recording(programs, Clock(), loop)
+    for now in (1.0, 2.0):
+        recording.on_step_begin()
+        recording.clock.now = -1.0
+        run_on(recording, 0, programs[0].effects[:count])
+        recording.clock.now = now
+        run_all(recording)
+        recording.end_step()
+    assert recording.steps == 2
+    times = [1.0, 2.0][-loop:]
+    for rank, columns in recording.measurement().columns.items():
+        assert list(columns.starts) == [time for time in times for _ in programs[rank]]
 
 
 def test_what_is_recorded_is_not_changed_by_a_later_step():
@@ -550,10 +592,10 @@ def test_a_step_that_fails_in_one_process_starts_over():
     assert min(starts(recording)[0]) > max(whole[0])
 
 
-def one_rank(rank, skew, steps=1):
+def one_rank(rank, skew, steps=1, loop=1):
     """This rank's recording of steps that are over at once, by a clock that is ahead by `skew`; None: the machine's."""
     programs, _ = made("1f1b")
-    recording = Recording(programs, time.perf_counter if skew is None else lambda: time.perf_counter() + skew)
+    recording = Recording(programs, time.perf_counter if skew is None else lambda: time.perf_counter() + skew, loop)
     for _ in range(steps):
         run_on(recording, rank, programs[rank])
     return recording
@@ -590,6 +632,27 @@ def test_clocks_that_differ_are_compared(pools):
         for other, skew in enumerate(skews):
             assert abs(offsets[other] - skew) <= uncertainty[other]
         assert list(starts[rank]) == pytest.approx([start - offsets[rank] for start in own], rel=0, abs=1e-9)
+
+
+def gathered_loop(rank, loops):
+    """The starts of all ranks in two steps of three, in seconds of rank 0's clock, and the number of these steps."""
+    found = gather(one_rank(rank, 5.0 * rank, 3, loops[rank]))
+    return {r: list(columns.starts) for r, columns in found.columns.items()}, found.timeline().steps
+
+
+def test_loops_are_gathered(pools):
+    programs, _ = made("1f1b")
+    found = pools(4).run(gathered_loop, [2] * 4)
+    assert all(each == found[0] for each in found)
+    starts, steps = found[0]
+    assert steps == 2
+    assert {rank: len(own) for rank, own in starts.items()} == {rank: 2 * len(programs[rank]) for rank in programs}
+    assert all(own == sorted(own) for own in starts.values())
+    first = [own[0] for own in starts.values()]
+    assert max(first) - min(first) < 4  # seconds; two clocks differ by 5
+    for outcome in pools(4).outcomes(gathered_loop, [1, 1, 2, 1]):
+        assert outcome.error == "ScheduleError"
+        assert "the ranks recorded different numbers of steps: give every rank's Recording" in outcome.text
 
 
 def refused(rank, steps, whose):

@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections import defaultdict, deque
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -350,7 +351,8 @@ def step_of(spans, at):
     [
         ({"every": 4, "loop": 2}, [1, 4, 8]),
         ({"steps": [1, 4, 8], "loop": 3}, [1, 4]),  # the last one has two of its three steps
-        ({"steps": [99, 101, 102], "first": 100, "loop": 3}, [101, 102]),
+        ({"steps": [1, 2, 4], "loop": 3}, [1, 4]),  # 2 is within the first
+        ({"steps": [99, 101], "first": 100, "loop": 3}, [101]),
     ],
 )
 def test_loops_begin_at_the_captured_steps(tmp_path, options, captured):
@@ -361,6 +363,24 @@ def test_loops_begin_at_the_captured_steps(tmp_path, options, captured):
     found = find(tmp_path)
     assert found.steps("", "measured") == found.steps("", "predicted") == captured
     assert {found.read(CaptureId("", "measured", step)).timeline.steps for step in captured} == {options["loop"]}
+
+
+def test_a_step_that_fails_ends_a_loop(tmp_path):
+    case, generator, plan = cases.make(CASE, "one_f_one_b", 2, 4)
+    with Recorder(tmp_path, steps=[1, 5], loop=3) as recorder:
+        step = fpipe.value_and_grad(case.pipeline, generator, plan, handler=handlers.Local(), observe=recorder)
+        run = partial(step, case.params, case.batch, case.target)
+        for _ in range(2):
+            run()
+        with pytest.raises(fpipe.StageError, match="0 rows"):
+            step(case.params, *(x[:0] for x in (case.batch, case.target)))
+        run()
+        with pytest.warns(UserWarning, match="step 3 could not be recorded: .*2 complete steps in a row of 3"):
+            run()
+        for _ in range(4):
+            run()
+    found = find(tmp_path)
+    assert found.steps("", "measured") == found.steps("", "predicted") == [5]
 
 
 def test_a_loop_is_refused_where_it_can_not_be_recorded(tmp_path):

@@ -58,7 +58,7 @@ class Files:
 
 @dataclass(frozen=True)
 class StepCapture:
-    """A captured step of all ranks, or of this process alone. Or several in a row; curves are then of one on average.
+    """A captured step of all ranks, or of this process alone; or several in a row.
 
     Args:
         step: the number of the first one.
@@ -147,7 +147,7 @@ class StepCapture:
     def _memory(self, timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
         """Iterate over the bytes of a rank over time: at the start and at the end of each compute effect.
 
-        They are of one step, and the same in each.
+        They are those of one step, in each.
         """
         if rank not in self.memory:
             return

@@ -14,7 +14,6 @@ import resource
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,7 +63,9 @@ class Recorder(Observer):
     plays several replicas records the first. A failure here is a warning, and training goes on.
 
     With `loop=` a timeline has several steps in a row. Ranks compare their clocks after the last one alone, so that
-    each goes on to the next step when its own part is done, as in training. Curves are then of one step on average.
+    each goes on to the next step when its own part is done, as in training. A loop that would begin within another one
+    is not captured. Its curves of times and of idle times are of one step on average, and its `bubble/makespan_seconds`
+    is the period, the time from one step to the next in its later half. A step that fails ends a loop.
 
     The files of the flight recorder of `Distributed` are linked into `logdir/flights`, so that after a crash or in a
     hang the tab shows what each rank did last. `close` removes the links, unless a step has failed.
@@ -81,8 +82,8 @@ class Recorder(Observer):
         device: the device whose times are taken, if the handler has no `devices`: the one `Local()` computes on.
 
     Raises:
-        ValueError: an argument is invalid; `loop` is more than 1 where a device has times of its own; or, after a step,
-            a second function is observed.
+        ValueError: an argument is invalid; `loop` is more than 1 where a device's times are recorded by events; or,
+            after a step, a second function is observed.
         OSError: (at once) the folder can't be made.
 
     >>> import tempfile
@@ -128,10 +129,12 @@ class Recorder(Observer):
         self._numbers: dict[torch.device, Numbers] = {}
         self._pending: _Pending | None = None
         self._measures_memory = self._closed = False
+        self._loop: range | None = None  # the numbers of the steps that are being captured
 
     def __repr__(self) -> str:
         steps = f"every {self.every}" if self.steps is None else f"{sorted(self.steps)}"
-        return f"<Recorder into {self.logdir}: steps {steps}; now {self.step}>"
+        loop = f", {self.loop} from each" if self.loop > 1 else ""
+        return f"<Recorder into {self.logdir}: steps {steps}{loop}; now {self.step}>"
 
     @property
     def agreed(self) -> tuple[object, ...]:
@@ -196,30 +199,38 @@ class Recorder(Observer):
         self._own.recording.arrive(rank, value)
 
     def on_step_begin(self) -> None:
-        job, captured = self._own, self.captures(self.step) and not self._ended
+        job = self._own
+        is_free = self._loop is None or self.step == self._loop[0]  # the first step of a loop that failed begins again
+        captured = is_free and self.captures(self.step) and not self._ended
+        if captured:
+            self._loop = range(self.step, self.step + self.loop)
         if not job.ran:
             job.ran = True
             self._link()
         job.recording.on_step_begin()
-        self._measures_memory = not self._ended and (self.captures(self.step + 1) or (captured and not job.memory))
+        is_next = self.captures(self.step + 1) and (self._loop is None or self.step + 1 not in self._loop)
+        self._measures_memory = not self._ended and (is_next or (captured and not job.memory))
         if self._measures_memory:
             job.memory = {rank: SlotMemory(job.programs[rank], store) for rank, store in job.stores.items()}
         if job.marks is not None:
             job.marks.begin(captured)
         if captured:
             self._work.wait()  # so that writing does not slow the step down
-        job.starts.append(time.perf_counter())
+        job.start = time.perf_counter()
+        if captured:
+            job.begun = job.start
 
     def on_step_end(self, outcome: Outcome) -> None:
         now = time.perf_counter()
         self._measures_memory = False
+        self._own.recording.end_step()
         if not self._ended:
             try:
                 self._finish()
                 self._note(outcome, now)
-                begun = self.step - self.loop + 1
-                if begun >= self.first and self.captures(begun):
-                    self._capture(begun, outcome, now)
+                if self._loop is not None and self.step == self._loop[-1]:
+                    first, self._loop = self._loop[0], None
+                    self._capture(first, outcome, now)
                 if now - self._flushed > FLUSH_INTERVAL:
                     self._flush()
             except Exception as error:  # of any kind: training goes on
@@ -281,7 +292,7 @@ class Recorder(Observer):
         if outcome.loss is not None:
             self.scalar("step/loss", outcome.loss, self.step)
             self._own.warn_of_launches(outcome.loss.device)
-        self.scalar("step/seconds", now - self._own.starts[-1], self.step)
+        self.scalar("step/seconds", now - self._own.start, self.step)
         if outcome.rows is not None and self.step > self.first:
             speed = outcome.rows / (now - self._last)  # with the time between steps
             self.scalar("step/samples_per_second", speed, self.step)
@@ -317,7 +328,7 @@ class Recorder(Observer):
         capture = partial(
             StepCapture,
             first,
-            called=(job.starts[0], now),
+            called=(job.begun, now),
             wall=time.time(),
             peaks=job.peaks(),
             memory=job.memory,
@@ -414,12 +425,12 @@ class _Job:
         is_one = all(each.torch_device == first.torch_device for each in others)
         self.marks: Marks | None = None
         if is_one and first.asynchronous:
-            self.marks = Marks(first, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
             if loop > 1:
                 raise ValueError(
                     f"loop={loop} does not go with the times of {first.torch_device}, which are kept for one step: "
                     "capture steps with loop=1, for example steps=[4, 5, 6]"
                 )
+            self.marks = Marks(first, sum(4 * len(programs[rank]) for rank in self.ranks))  # begin, end, wait, arrive
         self.recording = Recording(programs, time.perf_counter if self.marks is None else self.marks, loop)
         self.stores: dict[int, ValueStore] = {}
         self.memory: dict[int, SlotMemory] = {}
@@ -429,7 +440,7 @@ class _Job:
         self.files = Files(folder_of(logdir, self.replica), name, texts, turns=turns, replica=self.replica)
         if len(self.ranks) == self.plan.ranks:
             self.files.job = f"{secrets.randbits(62):x}"
-        self.starts = deque[float](maxlen=loop)
+        self.start = self.begun = 0.0  # of the current step, and of the first one that is captured
         self.ran = self.alone = self._warned = False
 
     def warn_of_launches(self, device: torch.device) -> None:
