@@ -461,7 +461,7 @@ class Measurement:
     def _spans(self, origin: float) -> Spans:
         ranks = range(self.plan.ranks)
         here = [rank for rank in ranks if rank in self.columns]
-        first = [0, *accumulate(len(self._effects(rank)) if rank in self.columns else 0 for rank in ranks)]
+        first = [0, *accumulate(len(self.columns[rank].starts) if rank in self.columns else 0 for rank in ranks)]
         starts = array("d", [start - origin for rank in here for start in self.columns[rank].starts])
         ends = array("d", [end - origin for rank in here for end in self.columns[rank].ends])
         waited = array("q", [-1]) * first[-1]

@@ -125,8 +125,8 @@ def test_steps_in_a_row_that_go_as_predicted_have_the_predicted_timeline(name):
     for rank in programs:
         assert [s[:5] for s in measured.compute(rank)] == [s[:5] for s in predicted.compute(rank)]
         assert measurement.account(rank).compute == predicted.busy[rank]
-    found = measurement.costs()
-    assert (found.forward, found.update) == ((1,) * plan.stages, (0.25,) * plan.stages)
+    medians = measurement.costs()
+    assert (medians.forward, medians.update) == ((1,) * plan.stages, (0.25,) * plan.stages)
     assert "milliseconds of 3 steps; between" in str(measurement)
 
 
@@ -474,14 +474,14 @@ def test_a_call_that_fails_before_its_first_effect_begins_a_row():
 @pytest.mark.parametrize("loop", [1, 2])
 @pytest.mark.parametrize("count", [1, 5, None])
 def test_effects_that_a_step_runs_again_are_recorded_once(loop, count):
-    """As where a step had begun with the params of an update that does not stand; `count` effects of rank 0 had run."""
+    """Post-validation takes an update back, and the handler runs the step again after `count` effects of rank 0."""
     programs, _ = made("gpipe")
     recording = Recording(programs, Clock(), loop)
-    for now in (1.0, 2.0):
+    for time_of_step in (1.0, 2.0):
         recording.on_step_begin()
         recording.clock.now = -1.0
         run_on(recording, 0, programs[0].effects[:count])
-        recording.clock.now = now
+        recording.clock.now = time_of_step
         run_all(recording)
         recording.end_step()
     assert recording.steps == 2
@@ -636,15 +636,15 @@ def test_clocks_that_differ_are_compared(pools):
 
 def gathered_loop(rank, loops):
     """The starts of all ranks in two steps of three, in seconds of rank 0's clock, and the number of these steps."""
-    found = gather(one_rank(rank, 5.0 * rank, 3, loops[rank]))
-    return {r: list(columns.starts) for r, columns in found.columns.items()}, found.timeline().steps
+    measurement = gather(one_rank(rank, 5.0 * rank, 3, loops[rank]))
+    return {r: list(columns.starts) for r, columns in measurement.columns.items()}, measurement.timeline().steps
 
 
 def test_loops_are_gathered(pools):
     programs, _ = made("1f1b")
-    found = pools(4).run(gathered_loop, [2] * 4)
-    assert all(each == found[0] for each in found)
-    starts, steps = found[0]
+    by_rank = pools(4).run(gathered_loop, [2] * 4)
+    assert all(each == by_rank[0] for each in by_rank)
+    starts, steps = by_rank[0]
     assert steps == 2
     assert {rank: len(own) for rank, own in starts.items()} == {rank: 2 * len(programs[rank]) for rank in programs}
     assert all(own == sorted(own) for own in starts.values())

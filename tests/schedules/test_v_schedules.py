@@ -240,7 +240,7 @@ def test_few_moves_may_lead_further_than_many():
 @one_in(4)
 @pytest.mark.parametrize(("p", "times"), sample([*BEST], [(p, times) for p, times in BEST if p < 4]))
 def test_orders_of_every_limit(p, times):
-    """The best known, but for those in ABOVE_BEST; never slower than a named schedule or than with less memory."""
+    """The best known, but for ABOVE_BEST; not slower than named ones or with less memory, nor faster than the bound."""
     plan, costs, before = v(p, 3 * p), Costs(*times[:3], communication=times[3]), inf
     named = [simulate(partial(schedule, costs=costs), plan, costs) for schedule in PEAKS]
     bests = [*enumerate(map(float, BEST[p, times].split()), 2)]

@@ -360,9 +360,9 @@ def test_loops_begin_at_the_captured_steps(tmp_path, options, captured):
         warnings.simplefilter("error")
         with Recorder(tmp_path, **options) as recorder:
             train(recorder, 10)
-    found = find(tmp_path)
-    assert found.steps("", "measured") == found.steps("", "predicted") == captured
-    assert {found.read(CaptureId("", "measured", step)).timeline.steps for step in captured} == {options["loop"]}
+    listing = find(tmp_path)
+    assert listing.steps("", "measured") == listing.steps("", "predicted") == captured
+    assert {listing.read(CaptureId("", "measured", step)).timeline.steps for step in captured} == {options["loop"]}
 
 
 def test_a_step_that_fails_ends_a_loop(tmp_path):
@@ -379,8 +379,8 @@ def test_a_step_that_fails_ends_a_loop(tmp_path):
             run()
         for _ in range(4):
             run()
-    found = find(tmp_path)
-    assert found.steps("", "measured") == found.steps("", "predicted") == [5]
+    listing = find(tmp_path)
+    assert listing.steps("", "measured") == listing.steps("", "predicted") == [5]
 
 
 def test_a_loop_is_refused_where_it_can_not_be_recorded(tmp_path):
