@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from fpipe._format import format_bytes, number, percent, scale_of
+from fpipe._format import counted, format_bytes, number, percent, scale_of
 from fpipe.cli.app import CommandError, verb
 from fpipe.cli.options import Json, ToFile, counts
 from fpipe.cli.output import attributes, print_json, progress, replacing, show
@@ -153,14 +153,25 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
         listed = ", ".join(map(scale.full, makespans[:_MOST_REPLICAS])) + ", …" * (len(makespans) > _MOST_REPLICAS)
         slowest = makespans.index(max(makespans))
         yield f"makespans of the replicas: {listed} (this is replica {capture.header.replica}, the slowest {slowest})"
-    if predicted and predicted.capture.unit == capture.unit:
-        other = predicted.capture.timeline.makespan
-        ratio = other / line.makespan - 1 if line.makespan else 0.0
-        how = f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'} than measured"
-        shown = scale_of(line.makespan, capture.unit).full(other)
-        yield f"predicted makespan {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} says where it lies"
-    elif predicted:
-        yield "there is a prediction too, but its times have another unit"
+    if predicted is None:
+        return
+    if reason := _incomparable(run, predicted):
+        yield f"there is a prediction too, but {reason}"
+        return
+    what = "period" if line.steps > 1 else "makespan"  # which the period of one step is
+    took, then = line.period, predicted.capture.timeline.period
+    ratio = then / took - 1 if took else 0.0
+    how = f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'} than measured"
+    shown = scale_of(line.makespan, capture.unit).full(then)
+    yield f"predicted {what} {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} says where it lies"
+
+
+def _incomparable(run: Run, predicted: Run) -> str:
+    """Say why the times of a run and its prediction can't be compared, if they can't."""
+    if predicted.capture.unit != run.capture.unit:
+        return "its times have another unit"
+    steps = predicted.capture.timeline.steps
+    return "" if steps == run.capture.timeline.steps else f"of {counted(steps, 'step')}"
 
 
 def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
@@ -276,6 +287,7 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         "replicas": line.plan.replicas,
         **attributes(capture.header, "replica", "makespans"),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
+        **({"predicted_period": predicted.capture.timeline.period} if predicted and line.steps > 1 else {}),
         "notices": [*run.listing.notices, *capture.notices],
     }
 

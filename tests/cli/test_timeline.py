@@ -52,13 +52,13 @@ def said(found):
     return " ".join(found.stderr.replace("│", " ").split())
 
 
-def measure(logdir, *steps, costs=MS, ranks=range(3), schedule="1f1b", clock=CLOCK, **header):
-    """Write steps as a recorder of three ranks would."""
-    timeline = simulate(schedules.one_f_one_b, PLAN, costs)
+def measure(logdir, *steps, costs=MS, ranks=range(3), schedule="1f1b", clock=CLOCK, loop=1, **header):
+    """Write steps, or loops of some, as a recorder of three ranks would."""
+    timeline = simulate(schedules.one_f_one_b, PLAN, costs, steps=loop)
     for rank in ranks:
         with Writer(logdir, "measured", rank) as file:
             for step in steps:
-                about = Header("measured", step, rank, schedule, PLAN, clock=clock, **header)
+                about = Header("measured", step, rank, schedule, PLAN, clock=clock, steps=loop, **header)
                 file.timeline(
                     about,
                     columns_of(timeline, rank, memory=[(0.0, 2.0**20), (0.001, 3 * 2.0**20 + rank), (0.002, 0.0)]),
@@ -349,6 +349,22 @@ def test_gaps_on_the_critical_path_are_the_hosts():
 def test_a_prediction_without_a_unit_is_not_measured_against(runs):
     write(runs / "mine", simulate(schedules.one_f_one_b, PLAN), schedule="1f1b")
     assert "its times have another unit" in run("timeline", runs / "mine").stdout
+
+
+def test_a_prediction_of_fewer_steps_is_not_measured_against(tmp_path):
+    measure(tmp_path, 1, loop=4)
+    write(tmp_path, simulate(schedules.one_f_one_b, PLAN, MS), schedule="1f1b", unit="s")
+    assert "there is a prediction too, but of 1 step" in run("timeline", tmp_path).stdout
+
+
+def test_how_far_the_predicted_period_is(tmp_path):
+    slow = measure(tmp_path, 1, costs=Costs(0.002, 0.0015, 0.0005), loop=4)
+    fast = simulate(schedules.one_f_one_b, PLAN, MS, steps=4)
+    write(tmp_path, fast, schedule="1f1b", unit="s")
+    shown = " ".join(run("timeline", tmp_path).stdout.split())
+    less = f"{100 * (1 - fast.period / slow.period):.1f}% less than measured"
+    assert f"predicted period {fast.period * 1e3:.4g} ms, {less}" in shown
+    assert told("timeline", tmp_path)["predicted_period"] == fast.period
 
 
 def test_how_far_the_prediction_is(tmp_path):

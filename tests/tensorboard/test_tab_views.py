@@ -43,6 +43,16 @@ WIDE = simulate(schedules.one_f_one_b, Plan(Placement.loop(96), 8), COSTS)
 DRIFTS = {step: drifting(step) for step in range(1, 11)}
 
 
+def loop_of(backward):
+    """A loop of ZB-H2, which has a shorter period than makespan."""
+    plan, costs = Plan(Placement.loop(RANKS), MICROBATCHES), dataclasses.replace(COSTS, backward=backward)
+    return simulate(schedules.zb_h2, plan, costs, steps=LOOP)
+
+
+LOOP = 3
+LOOPS = {step: loop_of(backward) for step, backward in {1: 2e-3, 7: 2.5e-3}.items()}
+
+
 def early(columns, rank):
     """All begins `EARLY`, but for the first receive of the last rank, which is posted before."""
     starts, ends = columns.starts + EARLY, columns.ends + EARLY
@@ -66,6 +76,7 @@ def logdir(tmp_path_factory):
     write(logdir / "one", step_of(), schedule="1f1b", unit="s")
     record(logdir / "two", {step: step_of(backward=[2e-3, 2e-3, 7.49e-3, 2e-3]) for step in (3, 4)}, changed=early)
     record(logdir / "drifts", DRIFTS)
+    record(logdir / "loops", LOOPS, schedule="zb-h2", steps=LOOP)
     record(logdir / "owned", {1: step_of()}, changed=holding, owners=OWNERS)
     write(logdir / "wide", WIDE, schedule="1f1b", unit="s")
     return logdir
@@ -341,6 +352,24 @@ def test_steps_are_pythons_and_drift_and_outliers_are_told(tab):
     assert tab.js("document.querySelectorAll('#panel-steps .chart')[0].querySelectorAll('.marked').length") == 1
     tab.frame.click("#panel-steps .marks button")
     tab.settled("drifts/measured", 6)
+
+
+def test_loops_are_told_by_the_step(tab):
+    tab.show("loops/measured", 7, other="loops/measured, step 1")
+    period = {step: f"{1e3 * timeline.period:.4g} ms over {LOOP} steps" for step, timeline in LOOPS.items()}
+    tab.until("() => window.fpipe.app.answer")
+    shown = re.sub(r"\s+", " ", tab.text("#headline"))
+    assert f" period {period[7]}" in shown
+    assert f"measured, step 1 period {period[1]}" in shown
+    tab.frame.click("#tab-steps")
+    tab.until("count => window.fpipe.app.steps.shown?.rows.length === count", len(LOOPS))
+    assert "period" in tab.text("#panel-steps table:last-of-type thead")
+    rows = tab.table("steps")
+    for timeline, (_, each, _, busiest, compute) in zip(LOOPS.values(), rows, strict=True):
+        assert timeline.period < 0.9 * timeline.makespan / LOOP
+        assert float(each) == pytest.approx(1e3 * timeline.period, abs=0.006)
+        assert float(compute) == pytest.approx(1e3 * max(timeline.busy) / LOOP, abs=0.006)
+        assert timeline.busy[int(busiest.removeprefix("rank "))] == pytest.approx(max(timeline.busy))
 
 
 def test_figures_of_steps_that_do_not_come_are_told_until_they_do(tab):

@@ -123,8 +123,7 @@ export class Figures {
     if (summary) {
       const within = summary.makespan - summary.cost > NOTHING * summary.makespan;
       const of = within ? ` of the longest span of a rank, ${time(summary.cost, unit)}` : "";
-      if (summary.steps > 1 && summary.period !== null)
-        parts.push(figure("period", time(summary.period, unit), ` over ${summary.steps} steps`));
+      parts.push(period(summary, unit));
       parts.push(figure("makespan", time(summary.makespan, unit)));
       parts.push(figure("bubble", percent(summary.bubble_rate), of, BUBBLE));
     }
@@ -133,6 +132,7 @@ export class Figures {
     if (answer) {
       const [a, b] = answer.makespan;
       const by = Math.abs(a - b) > NOTHING * Math.max(a, b) ? change(a, b) || "0%" : "the same";
+      parts.push(period(sheet.other.summary, unit, `${names[1]} `));
       parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${by})`));
       parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1]), "", BUBBLE));
     }
@@ -144,6 +144,10 @@ export class Figures {
 
 const figure = (name, text, more = "", title = null) =>
   element("span", { class: "figure", title }, `${name} `, element("b", {}, text), more);
+
+/** The period of several steps, if that is known. */
+const period = ({ steps, period: took }, unit, of = "") =>
+  steps > 1 && took !== null ? figure(`${of}period`, time(took, unit), ` over ${steps} steps`) : null;
 
 /** The makespans of a few replicas: of all, or where there are many, of the shown one and the slowest. */
 function replicas({ replica, makespans }, unit) {

@@ -1,4 +1,4 @@
-/** All captured steps of the run: makespan, bubble and each rank's compute, with drift and outliers. */
+/** All captured steps of the run: makespan or period, bubble and each rank's compute, with drift and outliers. */
 
 import { chart } from "./chart.js";
 import { element, items, link, shortened, table } from "./dom.js";
@@ -17,10 +17,11 @@ export const steps = {
     const { run, step } = capture.entry;
     askSteps(run);
     if (known?.run !== run) return [table("adding up …")];
-    const rows = known.rows.filter(({ error }) => !error);
+    const rows = known.rows.filter(({ error }) => !error).map(perStep);
     const notes = [known.reason, cut(known), unread(known)].filter(Boolean).map((text) => element("p", {}, text));
     if (rows.length < 2) return known.all > 1 ? notes : [element("p", {}, "The run has one captured step so far."), ...notes];
-    const view = { ...state, rows, numbers: rows.map((row) => row.step), at: rows.findIndex((row) => row.step === step) };
+    const took = rows.some((row) => row.steps > 1) ? "period" : "makespan";
+    const view = { ...state, rows, took, numbers: rows.map((row) => row.step), at: rows.findIndex((row) => row.step === step) };
     return [...notes, ...told(view), ...charts(view), ...map(view), figures(view)];
   },
 };
@@ -33,13 +34,21 @@ function unread({ rows }) {
   return lost.length ? `Not readable: ${lost.map(({ step, error }) => `step ${step}, ${error}`).join("; ")}` : "";
 }
 
+/** The figures of one step: where several are one timeline, its period, and the mean of each rank's compute. */
+function perStep(row) {
+  const { makespan, period, steps, busy } = row;
+  if (steps === 1) return { ...row, time: makespan };
+  const each = Object.entries(busy).map(([rank, total]) => [rank, total / steps]);
+  return { ...row, time: period ?? makespan / steps, busy: Object.fromEntries(each) };
+}
+
 const ranksOf = (rows) => [...new Set(rows.flatMap(({ busy }) => Object.keys(busy).map(Number)))].sort((a, b) => a - b);
 
 /** The figures over steps: [name, values]. */
-function series({ rows }) {
+function series({ rows, took }) {
   const ranks = ranksOf(rows);
   return [
-    ["makespan", rows.map(({ makespan }) => makespan)],
+    [took, rows.map((row) => row.time)],
     ...ranks.map((rank) => [`rank ${rank}’s compute`, rows.map(({ busy }) => busy[rank] ?? NaN)]),
   ];
 }
@@ -62,9 +71,9 @@ function told(view) {
 
 const share = (by) => `${by < 0 ? "−" : "+"}${percent(Math.abs(by))}`;
 
-function charts({ rows, numbers, at: shown, go, capture: { unit } }) {
+function charts({ rows, took, numbers, at: shown, go, capture: { unit } }) {
   const lines = [
-    ["makespan", rows.map(({ makespan }) => makespan), (value) => time(value, unit)],
+    [took, rows.map((row) => row.time), (value) => time(value, unit)],
     ["bubble", rows.map((row) => row.bubble_rate), percent],
   ];
   return lines.flatMap(([name, values, said]) => {
@@ -90,12 +99,12 @@ function map({ rows, numbers, go, dark, capture: { unit } }) {
   });
 }
 
-function figures({ rows, go, capture }) {
-  const { cell, name } = column(rows.map(({ makespan }) => makespan), capture.unit);
-  const lines = rows.map(({ step, makespan, bubble_rate: bubble, busy }) => {
+function figures({ rows, took, go, capture }) {
+  const { cell, name } = column(rows.map((row) => row.time), capture.unit);
+  const lines = rows.map(({ step, time: each, bubble_rate: bubble, busy }) => {
     const [rank, most] = Object.entries(busy).reduce((a, b) => (b[1] > a[1] ? b : a));
-    return [link(String(step), () => go(step)), cell(makespan), percent(bubble), `rank ${rank}`, cell(most)];
+    return [link(String(step), () => go(step)), cell(each), percent(bubble), `rank ${rank}`, cell(most)];
   });
-  const head = ["step", "makespan", "bubble", "busiest rank", "its compute"];
+  const head = ["step", took, "bubble", "busiest rank", "its compute"];
   return table(`Captured steps${name}; ${shortened(capture.entry.run, 80)}`, head, lines);
 }
