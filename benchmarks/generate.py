@@ -159,8 +159,8 @@ class Short:
     def measure(self) -> predictions.HostTimes:
         """Return the host's times, as on rank 0."""
         predicted = self.by_ranks.predicted(self.alone.times(), self.link, 0.0)
-        took, message, ends = predictions.outside(self.by_ranks.call, self.by_ranks.by_own(self.link))
-        return predictions.as_on_first((took - predicted) / self.pieces, message, ends)
+        took, *others = predictions.outside(self.by_ranks.call, self.by_ranks.by_own(self.link))
+        return predictions.as_on_first((took - predicted) / self.pieces, *others)
 
 
 def job(rank: int, ranks: int, settings: Sequence[Setting], rounds: int) -> Iterator[list[dict[str, Any]]]:

@@ -8,7 +8,8 @@ than a prediction may be off, for seconds at a time, so each measured step has a
 Where the speed changes within a step too, no profile before it fits. So a step can be recorded
 (`benchmarks.recordings`), and is then also predicted with the times of its own pieces, "by own". Transfers and copies
 take as long as in the first prediction, and the host's time is that outside of pieces: an equal part for each message,
-and, in a step from barrier to barrier, that before its first piece and after its last one.
+and that before the first piece of a step and after its last one: of all ranks in a step from barrier to barrier, and of
+one rank in a loop without barriers.
 """
 
 from __future__ import annotations
@@ -95,11 +96,13 @@ class HostTimes(NamedTuple):
         piece: what each piece takes beyond a profile.
         message: what a message takes between the step's own pieces.
         step: what a step from barrier to barrier takes before its first piece and after its last one.
+        between: what a rank takes from its last piece to its first one of the next step, if it does not wait.
     """
 
     piece: float = 0.0
     message: float = 0.0
     step: float = 0.0
+    between: float = 0.0
 
 
 class Host:
@@ -108,7 +111,9 @@ class Host:
     The time for a piece is what a step takes beyond its prediction by a profile, over the 2 (m + p - 1) pieces of m
     microbatches on p ranks that run one after another. It includes a part of what the step takes once, and what gloo's
     threads take from the pieces. The time for a message is what a step takes from its first piece to its last one
-    beyond its prediction by own pieces, over the messages between pieces that run one after another.
+    beyond its prediction by own pieces, over the messages between pieces that run one after another. The time of a step
+    is what it takes besides, and that between two steps what it takes on rank 0 beyond the time from this rank's first
+    piece to its last one.
 
     Args:
         microbatches: of the measured steps.
@@ -152,8 +157,8 @@ class Host:
         """Measure all of them, as on rank 0."""
         prediction = self._prediction()
         predicted, runs = prediction.seconds(), [outside(self.step, prediction) for _ in range(models.REPEATS)]
-        took, message, step = map(statistics.median, zip(*runs, strict=True))
-        return self._measured((took - predicted) / self.pieces, message, step)
+        took, *others = map(statistics.median, zip(*runs, strict=True))
+        return self._measured((took - predicted) / self.pieces, *others)
 
     def _prediction(self) -> Prediction:
         return Prediction(self.step.programs, replace(self.costs(), communication=self.link))
@@ -169,12 +174,22 @@ class Host:
         return 1e3 * statistics.median(self.times)
 
 
-def outside(step: Recorded, prediction: Prediction) -> tuple[float, float, float]:
-    """Run a step; return its time, that for a message between its pieces, and that before and after them."""
-    took, span, own = 1e-3 * milliseconds(step), step.span(), step.times()
+def outside(step: Recorded, prediction: Prediction) -> tuple[float, float, float, float]:
+    """Run a step; return its time and the times of the host but for that of a piece, in the order of `HostTimes`.
+
+    That between two steps is right only on rank 0, which in GPipe waits for no other rank before its first piece or
+    after its last one.
+    """
+    dist.barrier()
+    begun = time.perf_counter()
+    step()
+    ended = time.perf_counter()
+    dist.barrier()
+    took, (first, last) = time.perf_counter() - begun, step.bounds()
+    span, own = step.span(), step.times()
     by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
     share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
-    return took, share * (span - by_own), took - span
+    return took, share * (span - by_own), took - span, ended - begun - (last - first)
 
 
 def as_on_first(*seconds: float) -> HostTimes:
@@ -205,9 +220,9 @@ class Prediction(NamedTuple):
     after: float = 0.0
 
     def seconds(self, own: Mapping[Any, float] | None = None) -> float:
-        """Return the time of the step, in a loop without what the host takes at its ends; see `timeline`."""
-        at_ends = self.host.step if own is not None and self.steps == 1 else 0.0
-        return self.timeline(own).period + at_ends + self.after
+        """Return the time of the step; see `timeline`."""
+        at_ends = self.host.step if self.steps == 1 else self.host.between
+        return self.timeline(own).period + (0.0 if own is None else at_ends) + self.after
 
     def timeline(self, own: Mapping[Any, float] | None = None) -> Timeline:
         """Return the predicted timeline.

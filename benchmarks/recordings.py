@@ -48,9 +48,13 @@ class Recorded:
 
         The processes are on one machine, and read its clock.
         """
+        firsts, lasts = zip(*gathered(self.bounds()), strict=True)
+        return max(lasts) - min(firsts)
+
+    def bounds(self) -> tuple[float, float]:
+        """Return when the first piece of the last run began in this process, and when its last one ended."""
         _, starts, ends = zip(*pieces_of(self.measurements[-1]), strict=True)
-        first, last = zip(*gathered((min(starts), max(ends))), strict=True)
-        return max(last) - min(first)
+        return min(starts), max(ends)
 
 
 def gathered(value: T) -> list[T]:

@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import ProcessException
 import fpipe
 from benchmarks import models, periods, recordings, restart_job, strategies, timed
 from fpipe import Costs, Measurement, Placement, Plan, lower, simulate
+from fpipe.costs import ROUNDING
 from fpipe.effects import Backward, BackwardInput, Forward, Recompute, parts
 from fpipe.schedules import CATALOGUE, one_f_one_b, updating, zb_h2
 from fpipe.schedules.candidates import Degrees
@@ -235,7 +236,8 @@ def test_partitions(pools):
         assert sum(row["layers"]) == 6
     searched = {row["way"]: row["searched_ms"] for row in rows}
     assert min(searched, key=searched.get) in ("found", "published", "named")
-    assert searched["found"] <= min(searched["published"], searched["named"])
+    others = min(searched["published"], searched["named"])
+    assert searched["found"] <= others * (1 + ROUNDING)  # of the same cost, the search takes that with fewer bytes
 
 
 @pytest.mark.skipif(not ALL, reason="loops of four processes take half a minute: FPIPE_TESTS=all runs it")
@@ -485,41 +487,52 @@ def test_by_own_times_the_host_takes_time_for_each_message(name):
 
 
 def test_by_own_times_the_host_takes_time_before_and_after_a_step():
-    """Not in a loop, where a step begins before the last one ends, nor beside a profile, in whose pieces it is."""
+    """In a loop without barriers, that of one rank. Beside a profile, it is in that of the pieces."""
     predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(2, 1, 3)
     programs = lower(updating("gpipe"), plan)
     own = {effect: costs.time(effect) for effect in passes(programs)}
     for steps in (1, 3):
-        prediction = predictions.Prediction(programs, costs, predictions.HostTimes(step=0.5), steps)
+        prediction = predictions.Prediction(programs, costs, predictions.HostTimes(step=0.5, between=0.25), steps)
         plain = predictions.Prediction(programs, costs, steps=steps)
-        assert prediction.seconds(own) == plain.seconds(own) + (0.5 if steps == 1 else 0)
+        assert prediction.seconds(own) == plain.seconds(own) + (0.5 if steps == 1 else 0.25)
         assert prediction.seconds() == plain.seconds()
 
 
-def span_of_two(rank):
-    """The span of a step; pieces take from 3 to 9 on rank 0, from 4 to 10 on rank 1, and posts from 1 to 11."""
+def of_two(rank):
+    """The bounds of a step in a process, and its span.
+
+    Pieces take from 3 to 9 on rank 0, from 4 to 10 on rank 1, and posts from 1 to 11.
+    """
     programs = lower("gpipe", Plan(Placement.loop(2), 4))
     tracks = [TABLE.effects[type(effect)].track for effect in programs[rank]]
     starts = array("d", [3.0 + rank if track == "compute" else 1.0 for track in tracks])
     ends = array("d", [9.0 + rank if track == "compute" else 11.0 for track in tracks])
     step = recordings.Recorded(lambda: None, fpipe.Recording(programs))
     step.measurements.append(Measurement(programs, {rank: Columns(starts, ends, array("d"), array("d"))}))
-    return step.span()
+    return step.bounds(), step.span()
 
 
 def test_a_step_spans_the_pieces_of_all_ranks(pools):
-    assert pools(2).run(span_of_two) == [7.0, 7.0]
+    assert pools(2).run(of_two) == [((3.0, 9.0), 7.0), ((4.0, 10.0), 7.0)]
 
 
 def test_the_host_takes_what_a_step_takes_outside_of_its_pieces(monkeypatch):
-    """A step of GPipe takes 20 s, 18 of them from its first piece to its last one, and 15 by its pieces."""
+    """A step of GPipe takes 20 s, and 19.5 on this rank, 18 of them from its first piece to its last one.
+
+    By its pieces it would take 15.
+    """
     predictions, plan, costs = benchmark("predictions"), Plan(Placement.loop(2), 4), Costs(1, 1, 1)
     programs = lower("gpipe", plan)
     own = {effect: costs.time(effect) for effect in passes(programs)}
-    step = SimpleNamespace(span=lambda: 18.0, times=lambda: own)
-    monkeypatch.setattr(predictions, "milliseconds", lambda _: 20_000.0)
-    took, message, ends = predictions.outside(step, predictions.Prediction(programs, costs))
-    assert (took, ends) == (20.0, 2.0)
+    clock = [99.5]
+    monkeypatch.setattr(predictions, "time", SimpleNamespace(perf_counter=lambda: sum(clock)))
+    monkeypatch.setattr(predictions.dist, "barrier", lambda: clock.append(0.5))
+    step = recordings.Recorded(lambda: clock.append(19.5), fpipe.Recording(programs))
+    monkeypatch.setattr(step.recording, "measurement", lambda: None)
+    for name, value in {"span": 18.0, "times": own, "bounds": (101.0, 119.0)}.items():
+        monkeypatch.setattr(step, name, lambda value=value: value)
+    took, message, ends, between = predictions.outside(step, predictions.Prediction(programs, costs))
+    assert (took, ends, between) == (20.0, 2.0, 1.5)
     assert message == pytest.approx(3 / (2 * (4 + 1)))
 
 
