@@ -158,12 +158,12 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
     if reason := _incomparable(run, predicted):
         yield f"there is a prediction too, but {reason}"
         return
-    what = "period" if line.steps > 1 else "makespan"  # which the period of one step is
-    took, then = line.period, predicted.capture.timeline.period
-    ratio = then / took - 1 if took else 0.0
+    what, says = ("makespan", "says where it lies") if line.steps == 1 else ("period", "compares the makespans")
+    measured, expected = line.period, predicted.capture.timeline.period  # of one step, the makespan
+    ratio = expected / measured - 1 if measured else 0.0
     how = f"{percent(abs(ratio))} {'more' if ratio > 0 else 'less'} than measured"
-    shown = scale_of(line.makespan, capture.unit).full(then)
-    yield f"predicted {what} {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} says where it lies"
+    shown = scale_of(line.makespan, capture.unit).full(expected)
+    yield f"predicted {what} {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} {says}"
 
 
 def _incomparable(run: Run, predicted: Run) -> str:
@@ -274,11 +274,12 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
     """Return a run as JSON: times in its unit, memory in bytes."""
     capture, line = run.capture, run.capture.timeline
     ranks, peaks = range(line.plan.ranks), _allocator_peaks(capture)
+    period = None if predicted is None or _incomparable(run, predicted) else predicted.capture.timeline.period
     return {
         **_which(run),
         **counts(line.plan),
         **attributes(line, "makespan", "cost", "bubble_rate", "busy", "idle", "causes", "peak_in_flight"),
-        **({} if line.steps == 1 else attributes(line, "steps", "period")),
+        **({} if line.steps == 1 else {**attributes(line, "steps", "period"), "predicted_period": period}),
         "peak_memory": [capture.peak_memory(rank) for rank in ranks],
         "allocator_peak": [peaks[rank][0] if rank in peaks else None for rank in ranks],
         "clock_uncertainty": uncertainty(capture),
@@ -287,7 +288,6 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         "replicas": line.plan.replicas,
         **attributes(capture.header, "replica", "makespans"),
         "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
-        **({"predicted_period": predicted.capture.timeline.period} if predicted and line.steps > 1 else {}),
         "notices": [*run.listing.notices, *capture.notices],
     }
 

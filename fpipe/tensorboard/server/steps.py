@@ -13,19 +13,20 @@ MAX_STEPS = 20_000  # whose figures are kept: a few numbers each
 
 
 def figures(capture: Capture) -> dict[str, Any]:
-    """Return a step's makespan, the largest span of a rank, the bubble, and of a loop of steps its count and period.
+    """Return a step's makespan, the largest span of a rank, the bubble, and how many steps it is, with their period.
 
-    Times are in the capture's unit. Where a rank's clock was not compared, the makespan is the largest span, and the
-    period is None.
+    Times are in the capture's unit. Where a rank's clock was not compared, the makespan is the largest span. The period
+    of one step is its makespan.
     """
     timeline = capture.timeline
     compared = all(header.clock for header in capture.headers.values())
+    makespan = timeline.makespan if compared else timeline.cost
     return {
-        "makespan": timeline.makespan if compared else timeline.cost,
+        "makespan": makespan,
         "cost": timeline.cost,
         "bubble_rate": timeline.bubble_rate,
         "steps": timeline.steps,
-        "period": timeline.period if compared else None,
+        "period": timeline.period if timeline.steps > 1 else makespan,
     }
 
 

@@ -130,10 +130,12 @@ export class Figures {
     if (whatIf?.headline) parts.push(element("b", { class: "help" }, whatIf.headline));
     if (summary?.makespans.length) parts.push(...replicas(summary, unit));
     if (answer) {
+      const other = sheet.other.summary;
+      const by = (a, b) => (Math.abs(a - b) > NOTHING * Math.max(a, b) ? change(a, b) || "0%" : "the same");
+      const beside = (a, b) => (summary.steps === other.steps ? ` (${names[0]} is ${by(a, b)})` : "");
+      parts.push(period(other, unit, `${names[1]} `, beside(summary.period, other.period)));
       const [a, b] = answer.makespan;
-      const by = Math.abs(a - b) > NOTHING * Math.max(a, b) ? change(a, b) || "0%" : "the same";
-      parts.push(period(sheet.other.summary, unit, `${names[1]} `));
-      parts.push(figure(`${names[1]} makespan`, `${time(b, unit)} (${names[0]} is ${by})`));
+      parts.push(figure(`${names[1]} makespan`, time(b, unit), beside(a, b)));
       parts.push(figure(`${names[1]} bubble`, percent(answer.bubble_rate[1]), "", BUBBLE));
     }
     this.shell.headline.replaceChildren(
@@ -145,9 +147,9 @@ export class Figures {
 const figure = (name, text, more = "", title = null) =>
   element("span", { class: "figure", title }, `${name} `, element("b", {}, text), more);
 
-/** The period of several steps, if that is known. */
-const period = ({ steps, period: took }, unit, of = "") =>
-  steps > 1 && took !== null ? figure(`${of}period`, time(took, unit), ` over ${steps} steps`) : null;
+/** The period of several steps. */
+const period = ({ steps, period: each }, unit, of = "", more = "") =>
+  steps > 1 ? figure(`${of}period`, time(each, unit), ` over ${steps} steps${more}`) : null;
 
 /** The makespans of a few replicas: of all, or where there are many, of the shown one and the slowest. */
 function replicas({ replica, makespans }, unit) {

@@ -20,8 +20,8 @@ export const steps = {
     const rows = known.rows.filter(({ error }) => !error).map(perStep);
     const notes = [known.reason, cut(known), unread(known)].filter(Boolean).map((text) => element("p", {}, text));
     if (rows.length < 2) return known.all > 1 ? notes : [element("p", {}, "The run has one captured step so far."), ...notes];
-    const took = rows.some((row) => row.steps > 1) ? "period" : "makespan";
-    const view = { ...state, rows, took, numbers: rows.map((row) => row.step), at: rows.findIndex((row) => row.step === step) };
+    const label = rows.some((row) => row.steps > 1) ? "period" : "makespan";
+    const view = { ...state, rows, label, numbers: rows.map((row) => row.step), at: rows.findIndex((row) => row.step === step) };
     return [...notes, ...told(view), ...charts(view), ...map(view), figures(view)];
   },
 };
@@ -34,21 +34,19 @@ function unread({ rows }) {
   return lost.length ? `Not readable: ${lost.map(({ step, error }) => `step ${step}, ${error}`).join("; ")}` : "";
 }
 
-/** The figures of one step: where several are one timeline, its period, and the mean of each rank's compute. */
-function perStep(row) {
-  const { makespan, period, steps, busy } = row;
-  if (steps === 1) return { ...row, time: makespan };
-  const each = Object.entries(busy).map(([rank, total]) => [rank, total / steps]);
-  return { ...row, time: period ?? makespan / steps, busy: Object.fromEntries(each) };
-}
+/** The figures of one step: where several are one timeline, each rank's compute is their mean. */
+const perStep = ({ busy, ...row }) => ({
+  ...row,
+  busy: Object.fromEntries(Object.entries(busy).map(([rank, total]) => [rank, total / row.steps])),
+});
 
 const ranksOf = (rows) => [...new Set(rows.flatMap(({ busy }) => Object.keys(busy).map(Number)))].sort((a, b) => a - b);
 
 /** The figures over steps: [name, values]. */
-function series({ rows, took }) {
+function series({ rows, label }) {
   const ranks = ranksOf(rows);
   return [
-    [took, rows.map((row) => row.time)],
+    [label, rows.map((row) => row.period)],
     ...ranks.map((rank) => [`rank ${rank}’s compute`, rows.map(({ busy }) => busy[rank] ?? NaN)]),
   ];
 }
@@ -71,9 +69,9 @@ function told(view) {
 
 const share = (by) => `${by < 0 ? "−" : "+"}${percent(Math.abs(by))}`;
 
-function charts({ rows, took, numbers, at: shown, go, capture: { unit } }) {
+function charts({ rows, label, numbers, at: shown, go, capture: { unit } }) {
   const lines = [
-    [took, rows.map((row) => row.time), (value) => time(value, unit)],
+    [label, rows.map((row) => row.period), (value) => time(value, unit)],
     ["bubble", rows.map((row) => row.bubble_rate), percent],
   ];
   return lines.flatMap(([name, values, said]) => {
@@ -99,12 +97,12 @@ function map({ rows, numbers, go, dark, capture: { unit } }) {
   });
 }
 
-function figures({ rows, took, go, capture }) {
-  const { cell, name } = column(rows.map((row) => row.time), capture.unit);
-  const lines = rows.map(({ step, time: each, bubble_rate: bubble, busy }) => {
+function figures({ rows, label, go, capture }) {
+  const { cell, name } = column(rows.map((row) => row.period), capture.unit);
+  const lines = rows.map(({ step, period, bubble_rate: bubble, busy }) => {
     const [rank, most] = Object.entries(busy).reduce((a, b) => (b[1] > a[1] ? b : a));
-    return [link(String(step), () => go(step)), cell(each), percent(bubble), `rank ${rank}`, cell(most)];
+    return [link(String(step), () => go(step)), cell(period), percent(bubble), `rank ${rank}`, cell(most)];
   });
-  const head = ["step", took, "bubble", "busiest rank", "its compute"];
+  const head = ["step", label, "bubble", "busiest rank", "its compute"];
   return table(`Captured steps${name}; ${shortened(capture.entry.run, 80)}`, head, lines);
 }
