@@ -15,7 +15,7 @@ from fpipe.schedules.interleaved import interleaved_1f1b, interleaved_1f1b_overl
 from fpipe.schedules.interleaved_zb import interleaved_zb
 from fpipe.schedules.looped_bfs import looped_bfs
 from fpipe.tables import TABLE
-from tests.support.combinations import combined, few, one_in, sample
+from tests.support.combinations import EFFORT, combined, few, one_in, sample
 
 LOOPED = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb)
 
@@ -265,7 +265,7 @@ def test_a_wave_sends_nothing_at_its_turns(schedule, waves):
     # Liu et al. 2023 (Hanayo), section 3: down the ranks and back up. GPipe's cost at a single microbatch is the depth.
     p, m = 3, 4
     entry, plan = CATALOGUE[schedule], Plan(Placement.wave(p, waves), m)
-    report = verify(entry.schedule(plan), plan)
+    report = verify(entry.schedule(plan, effort=EFFORT), plan)
     assert report.messages == {
         edge: m * 2 * waves for r in range(p - 1) for edge in ((r, r + 1), (r + 1, r))
     }  # an activation and a gradient over each edge of a chain of 2 * p * waves stages, but at 2 * waves - 1 turns
