@@ -54,7 +54,7 @@ from fpipe.stages.pytree import flatten
 
 WIDTH = 256
 KINDS = {"compute": 2, "timed": 4}
-FLUSHED = 32 << 20  # elements that are written before a norm is timed, so that no cache has the gradients
+SCRATCH = 32 << 20  # elements that are written before a norm is timed, so that no cache has the gradients
 SCHEDULES = ("1f1b", "zb-h2", "zb-auto")
 OPTIONS: dict[str, dict[str, Any]] = {
     "free": {},
@@ -134,9 +134,9 @@ def job(
             recorded = partial(recordings.Recorded, recording=recording, runs=steps - steps // 2)
             loops[way] = recorded(loop)
             if way == "free":
-                loops["barrier"] = recorded(loop.and_barrier)
+                loops["barrier"], free = recorded(loop.and_barrier), loop
         period = partial(predictions.period, steps=steps)
-        results = predictions.compare(loops, partial(predicted, schedule, loops["free"].step), rounds, period)
+        results = predictions.compare(loops, partial(predicted, schedule, free), rounds, period)
         yield [row(kind, name, plan, results, steps)]
 
 
@@ -145,7 +145,7 @@ def seconds(loop: Loop, way: str) -> float:
     if "max_norm" not in OPTIONS.get(way, {}):
         return 0.0
     params, state = ([leaf.detach() for leaf in flatten(tree).leaves] for tree in (loop.params, loop.state))
-    factor, flushed = torch.ones((), dtype=torch.float64), torch.empty(FLUSHED)
+    factor, scratch = torch.ones((), dtype=torch.float64), torch.empty(SCRATCH)
 
     def extra() -> Sequence[torch.Tensor]:
         torch._foreach_norm(params, 2, torch.float64)  # the gradients are as large
@@ -153,11 +153,11 @@ def seconds(loop: Loop, way: str) -> float:
 
     times = []
     for _ in range(models.REPEATS):
-        flushed.zero_()
+        scratch.zero_()
         begun = time.perf_counter()
-        kept = extra()
+        results = extra()
         times.append(time.perf_counter() - begun)
-        del kept  # as a step does once the norm is known
+        del results  # as a step does once the norm is known
     return statistics.median(times)
 
 

@@ -155,7 +155,7 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
         yield f"makespans of the replicas: {listed} (this is replica {capture.header.replica}, the slowest {slowest})"
     if predicted is None:
         return
-    if reason := _incomparable(run, predicted):
+    if reason := _why_incomparable(run, predicted):
         yield f"there is a prediction too, but {reason}"
         return
     what, says = ("makespan", "says where it lies") if line.steps == 1 else ("period", "compares the makespans")
@@ -166,12 +166,12 @@ def _remarks(run: Run, predicted: Run | None) -> Iterator[str]:
     yield f"predicted {what} {shown}, {how}: fpipe timeline --diff {shlex.quote(run.name)} {says}"
 
 
-def _incomparable(run: Run, predicted: Run) -> str:
+def _why_incomparable(run: Run, predicted: Run) -> str:
     """Say why the times of a run and its prediction can't be compared, if they can't."""
     if predicted.capture.unit != run.capture.unit:
         return "its times have another unit"
     steps = predicted.capture.timeline.steps
-    return "" if steps == run.capture.timeline.steps else f"of {counted(steps, 'step')}"
+    return "" if steps == run.capture.timeline.steps else f"it is of {counted(steps, 'step')}"
 
 
 def plain(text: str, most: int = _MOST_CHARACTERS) -> str:
@@ -274,7 +274,8 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
     """Return a run as JSON: times in its unit, memory in bytes."""
     capture, line = run.capture, run.capture.timeline
     ranks, peaks = range(line.plan.ranks), _allocator_peaks(capture)
-    period = None if predicted is None or _incomparable(run, predicted) else predicted.capture.timeline.period
+    other = None if predicted is None or _why_incomparable(run, predicted) else predicted.capture.timeline
+    period = other.period if other else None
     return {
         **_which(run),
         **counts(line.plan),
@@ -287,7 +288,7 @@ def _as_json(run: Run, predicted: Run | None) -> dict[str, object]:
         "shares": path_shares(line),
         "replicas": line.plan.replicas,
         **attributes(capture.header, "replica", "makespans"),
-        "predicted_makespan": predicted.capture.timeline.makespan if predicted else None,
+        "predicted_makespan": other.makespan if other else None,
         "notices": [*run.listing.notices, *capture.notices],
     }
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
-from fpipe._format import extent, number
+from fpipe._format import counted, extent, number
 from fpipe.costs import ROUNDING
 from fpipe.effects import Effect, Recv, parts
 from fpipe.tables import LANES, Row, Table
@@ -246,6 +246,9 @@ class Difference:
                 f"a stage of the first is {ratio} times as much of the model as one of the second: totals compare, "
                 "single effects do not"
             )
+        if self.a.steps != self.b.steps:
+            first, second = (counted(line.steps, "step") for line in (self.a, self.b))
+            notices.append(f"the first is a timeline of {first}, the second of {second}: totals do not compare")
         for one, other, which in ((self.a, self.b, "first"), (self.b, self.a, "second")):
             recorded = {rank for rank in range(other.plan.ranks) if other.spans.of(rank)}
             if only := [r for r in range(one.plan.ranks) if one.spans.of(r) and r not in recorded]:

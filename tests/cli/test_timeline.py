@@ -354,8 +354,10 @@ def test_a_prediction_without_a_unit_is_not_measured_against(runs):
 def test_a_prediction_of_fewer_steps_is_not_measured_against(tmp_path):
     measure(tmp_path, 1, loop=4)
     write(tmp_path, simulate(schedules.one_f_one_b, PLAN, MS), schedule="1f1b", unit="s")
-    assert "there is a prediction too, but of 1 step" in run("timeline", tmp_path).stdout
-    assert told("timeline", tmp_path)["predicted_period"] is None
+    assert "there is a prediction too, but it is of 1 step" in run("timeline", tmp_path).stdout
+    found = told("timeline", tmp_path)
+    assert found["predicted_period"] is found["predicted_makespan"] is None
+    assert "totals do not compare" in said(run("timeline", "--diff", tmp_path))
 
 
 def test_how_far_the_predicted_period_is(tmp_path):
