@@ -46,7 +46,7 @@ def built(tmp_path_factory):
 def test_the_source_distribution_is_the_repository(built):
     source, out = built
     with tarfile.open(*out.glob("*.tar.gz")) as archive:
-        archive.extractall(out, filter="data")
+        archive.extractall(out, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     unpacked = out / f"fpipe-{fpipe.__version__}"
 
     def files(folder):

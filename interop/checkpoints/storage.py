@@ -15,6 +15,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import Enum, EnumMeta
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -303,7 +304,16 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python pickles members of enums before 3.11.4
+            return _member
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which describes no tensor")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return the member of an enum."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f"it holds the attribute {name} of {kind}, which describes no tensor")
 
 
 KNOWN = {
@@ -317,7 +327,7 @@ KNOWN = {
 
 
 def unpickled(content: bytes) -> Any:
-    """Return a pickled object of plain values and of the classes in `KNOWN`.
+    """Return a pickled object of plain values and of the classes in `KNOWN`, or of members of those that are enums.
 
     Raises:
         pickle.UnpicklingError: it names another class.

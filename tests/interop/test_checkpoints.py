@@ -21,10 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
 
 import fpipe
 from fpipe import Pipeline, Placement, Stage, TransportError, handlers, interop, schedules
 from fpipe.interop import CheckpointError
+from fpipe.interop.checkpoints.storage import unpickled
 from tests.support import cases, models
 from tests.support.combinations import ALL, LEVEL, few, one_in, sample, thorough
 from tests.support.forked import CONTEXT
@@ -800,6 +802,22 @@ def test_loading_runs_nothing_out_of_a_checkpoint(tmp_path, monkeypatch, file):
     with pytest.raises(CheckpointError, match="can't be read"):
         saved.load(**tree, verify=False)
     assert not (tmp_path / "made").exists()
+
+
+class Attribute:
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+def test_members_of_enums_are_read_as_python_pickles_them_before_3_11_4():
+    member = dcp._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert unpickled(pickle.dumps(Attribute(type(member), member.name))) is member
+    for of in ((torch.Size, "numel"), (type(member), "__members__"), (member, "__class__")):
+        with pytest.raises(pickle.UnpicklingError, match="which describes no tensor"):
+            unpickled(pickle.dumps(Attribute(*of)))
 
 
 def test_two_entries_of_one_name_are_refused(tmp_path):
