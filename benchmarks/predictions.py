@@ -180,16 +180,11 @@ def outside(step: Recorded, prediction: Prediction) -> tuple[float, float, float
     That between two steps is right only on rank 0, which in GPipe waits for no other rank before its first piece or
     after its last one.
     """
-    dist.barrier()
-    begun = time.perf_counter()
-    step()
-    ended = time.perf_counter()
-    dist.barrier()
-    took, (first, last) = time.perf_counter() - begun, step.bounds()
+    (here, took), (first, last) = between_barriers(step), step.bounds()
     span, own = step.span(), step.times()
     by_own, slower = (prediction._replace(host=HostTimes(message=each)).seconds(own) for each in (0.0, SLOWER))
     share = SLOWER / (slower - by_own) if slower > by_own else 0.0  # one rank has no messages
-    return took, share * (span - by_own), took - span, ended - begun - (last - first)
+    return took, share * (span - by_own), took - span, here - (last - first)
 
 
 def as_on_first(*seconds: float) -> HostTimes:
@@ -285,11 +280,17 @@ def patient(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def milliseconds(step: Callable[[], object]) -> float:
     """Return the time of a step, from a barrier to a barrier."""
+    return 1e3 * between_barriers(step)[1]
+
+
+def between_barriers(step: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of a step in this process, and those of all: from a barrier to a barrier."""
     dist.barrier()
-    start = time.perf_counter()
+    begun = time.perf_counter()
     step()
+    ended = time.perf_counter()
     dist.barrier()
-    return 1e3 * (time.perf_counter() - start)
+    return ended - begun, time.perf_counter() - begun
 
 
 def period(step: Callable[[], object], steps: int) -> float:

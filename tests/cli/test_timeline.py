@@ -355,8 +355,8 @@ def test_a_prediction_of_fewer_steps_is_not_measured_against(tmp_path):
     measure(tmp_path, 1, loop=4)
     write(tmp_path, simulate(schedules.one_f_one_b, PLAN, MS), schedule="1f1b", unit="s")
     assert "there is a prediction too, but it is of 1 step" in run("timeline", tmp_path).stdout
-    found = told("timeline", tmp_path)
-    assert found["predicted_period"] is found["predicted_makespan"] is None
+    summary = told("timeline", tmp_path)
+    assert summary["predicted_period"] is summary["predicted_makespan"] is None
     assert "totals do not compare" in said(run("timeline", "--diff", tmp_path))
 
 
